@@ -1,0 +1,3185 @@
+"""A trusted-boundary dispatcher for model tool calls: standard library only, one module, in reading order.
+
+A language model proposes a tool name and arguments. Nothing it says is trusted. The host binds the proposal to
+a principal and a provider turn, and the call passes a fixed list of gates; only then does a handler run, and its
+output passes a gate of its own:
+
+    model proposal (name + arguments)              untrusted
+      -> host context, call identity               who asks, in which provider turn
+      -> registry, exact input                     a tool that exists, the arguments it declares
+      -> authorization                             now, for this principal
+      -> idempotency, business state, approval     writes only: once, still right, a human said yes to this call
+      -> deadline, reservation, handler            reserved as pending before anything happens
+      -> output contract
+      -> model_result  --------------------------> provider adapter -> model
+      -> protected_audit with three digests -----> stays with the host
+
+Read it top to bottom; each section uses only what stands above it:
+
+     1 contract names and limits      6 digests                          11 provider adapters
+     2 errors                         7 approval                         12 mock shop
+     3 portable JSON                  8 result package and its check     13 fixture
+     4 principal, proposal, binding   9 ledger                           14 command line
+     5 tool contracts                10 dispatcher
+
+Time, identity and keys are passed in: there is no clock, no randomness and no environment in sections 1 to 13.
+"section N" in a comment of the code is section N of the contract that this module implements.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import os
+import re
+import stat
+import sys
+import threading
+import unicodedata
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from dataclasses import dataclass, field, replace
+from datetime import datetime, timedelta
+from itertools import count
+from math import isfinite
+from types import MappingProxyType
+from typing import Any, Final, Literal, NoReturn, Protocol, TypeAlias, TypedDict, cast
+
+__version__ = "1.0.0"
+
+__all__ = [
+    "APPROVAL_TTL_SECONDS",
+    "AUDIT_SCHEMA_VERSION",
+    "DISPATCHER_REVISION",
+    "DISPATCHER_SOURCE_LABEL",
+    "ERROR_CATALOG",
+    "FIXTURE_SCHEMA_VERSION",
+    "MAX_CASES",
+    "MAX_FIXTURE_BYTES",
+    "MAX_IDENTIFIER_CHARS",
+    "MAX_JSON_DEPTH",
+    "MAX_JSON_NODES",
+    "MAX_LEDGER_ENTRIES",
+    "MAX_MEMBERS",
+    "MAX_PORTABLE_UNIX_SECONDS",
+    "MAX_ROLES",
+    "MAX_SAFE_INTEGER",
+    "MAX_STEPS_PER_CASE",
+    "MAX_STRING_CHARS",
+    "MODEL_RESULT_SCHEMA_VERSION",
+    "PROVIDER_PROFILES",
+    "SENSITIVE_FIELD_NAMES",
+    "Approval",
+    "ContractError",
+    "Dispatcher",
+    "ErrorPolicy",
+    "ExecutionContext",
+    "FieldRule",
+    "FixtureError",
+    "FixtureIOError",
+    "HandlerResult",
+    "HostContextError",
+    "Invocation",
+    "JsonValue",
+    "Ledger",
+    "LedgerCapacityError",
+    "LedgerStateError",
+    "MemoryLedger",
+    "MockShop",
+    "ModelProposal",
+    "NotStarted",
+    "OperationRecord",
+    "PortableJsonError",
+    "Principal",
+    "Receipt",
+    "ReceiptQuery",
+    "ResultContractError",
+    "ResultPackage",
+    "ToolCall",
+    "ToolContractError",
+    "ToolSpec",
+    "approval_digest",
+    "bind_tool_call",
+    "call_binding_digest",
+    "call_fingerprint",
+    "canonical_json",
+    "digest",
+    "error_package",
+    "grant_approval",
+    "load_fixture",
+    "main",
+    "mock_dispatcher",
+    "parse_json",
+    "request_digest",
+    "result_digest",
+    "run_fixture",
+    "success_package",
+    "to_anthropic_messages",
+    "to_gemini_interactions",
+    "to_openai_responses",
+    "to_provider_payload",
+    "validate_fixture",
+    "validate_handler_result",
+    "validate_host_context",
+    "validate_result",
+    "validate_result_set",
+]
+
+
+# ==== 1. Contract names and limits (section 2) ========================================================================
+
+FIXTURE_SCHEMA_VERSION: Final = "tool-cases-v2"
+MODEL_RESULT_SCHEMA_VERSION: Final = "tool-model-result-v2"
+AUDIT_SCHEMA_VERSION: Final = "tool-audit-v2"
+DISPATCHER_REVISION: Final = "offline-dispatcher-v2"
+DISPATCHER_SOURCE_LABEL: Final = "offline-dispatcher"
+
+MAX_FIXTURE_BYTES: Final = 65_536  # UTF-8 bytes; a fixture is read no further than one byte past it
+MAX_JSON_DEPTH: Final = 32  # nested containers; far below every recursion limit, and no tool call needs more
+MAX_JSON_NODES: Final = 65_536  # values in one document, counted with repetition: shared and cyclic containers end
+MAX_STRING_CHARS: Final = 65_536
+MAX_MEMBERS: Final = 1_024  # of one array or object
+MAX_SAFE_INTEGER: Final = 9_007_199_254_740_991  # 2**53 - 1: the same integer in every JSON reader
+MAX_IDENTIFIER_CHARS: Final = 255
+MAX_ROLES: Final = 32
+MAX_CASES: Final = 256
+MAX_STEPS_PER_CASE: Final = 256
+MAX_PORTABLE_UNIX_SECONDS: Final = 253_402_300_799  # 9999-12-31T23:59:59Z: the last second with a four-digit year
+APPROVAL_TTL_SECONDS: Final = 60
+MAX_LEDGER_ENTRIES: Final = 100_000
+
+# The contract bounds one string and the number of values; their product is 4 GiB, so their sum is bounded as well.
+_MAX_TEXT_CHARS: Final = 16_777_216
+# A document may nest a tool's arguments or data two levels deep and must stay in the domain (section 3).
+_MAX_PAYLOAD_DEPTH: Final = MAX_JSON_DEPTH - 2
+
+# (provider, api_family) -> adapter_revision: the only three profiles a call can be bound to.
+PROVIDER_PROFILES: Final[Mapping[tuple[str, str], str]] = MappingProxyType(
+    {
+        ("openai", "responses"): "openai-responses-v1",
+        ("anthropic", "messages"): "anthropic-messages-v1",
+        ("google", "interactions"): "gemini-interactions-v1",
+    }
+)
+
+_UNREGISTERED_NAME: Final = "(unregistered)"  # stands for a proposed name that is no identifier; never a tool's name
+_UNREGISTERED: Final = "unregistered"  # stands for each revision of a tool that is not registered
+
+Status: TypeAlias = Literal["succeeded", "failed", "unknown"]
+Outcome: TypeAlias = Literal["not_started", "committed", "unknown"]
+Delivery: TypeAlias = Literal["fresh", "local_replay", "receipt_reconciled"]
+Recovery: TypeAlias = Literal[
+    "none", "correct_input", "request_approval", "retry_after", "query_status", "human_review"
+]
+Category: TypeAlias = Literal[
+    "contract", "authorization", "business", "conflict", "approval", "execution", "dependency"
+]
+Effect: TypeAlias = Literal["read", "write"]
+Purpose: TypeAlias = Literal["dispatch", "query_status"]
+OperationState: TypeAlias = Literal["pending", "succeeded", "not_started"]
+
+_STATUSES: Final = ("succeeded", "failed", "unknown")
+_OUTCOMES: Final = ("not_started", "committed", "unknown")
+_DELIVERIES: Final = ("fresh", "local_replay", "receipt_reconciled")
+_RECOVERIES: Final = ("none", "correct_input", "request_approval", "retry_after", "query_status", "human_review")
+
+
+@dataclass(frozen=True, slots=True)
+class ErrorPolicy:
+    """What one error code means: for the model (`safe_message`, `recovery`) and for the host (`outcome`)."""
+
+    category: Category
+    outcome: Outcome
+    recovery: Recovery
+    safe_message: str
+    retry_after_ms: int | None = None
+
+
+# Section 11. The messages are fixed: no handler, argument or exception text ever gets into them.
+ERROR_CATALOG: Final[Mapping[str, ErrorPolicy]] = MappingProxyType(
+    {
+        "UNKNOWN_TOOL": ErrorPolicy("contract", "not_started", "correct_input", "No such tool is registered."),
+        "INVALID_ARGUMENTS": ErrorPolicy(
+            "contract", "not_started", "correct_input", "The arguments do not match the tool's input contract."
+        ),
+        "IDEMPOTENCY_KEY_REQUIRED": ErrorPolicy(
+            "contract", "not_started", "correct_input", "A write needs an idempotency key from the host."
+        ),
+        "NOT_FOUND": ErrorPolicy("authorization", "not_started", "none", "Nothing by this reference is available."),
+        "BUSINESS_RULE_VIOLATION": ErrorPolicy(
+            "business", "not_started", "human_review", "The current state does not allow this operation."
+        ),
+        "CALL_ID_CONFLICT": ErrorPolicy(
+            "conflict", "not_started", "human_review", "This provider call already stands for another request."
+        ),
+        "IDEMPOTENCY_CONFLICT": ErrorPolicy(
+            "conflict", "not_started", "human_review", "This idempotency key already stands for another operation."
+        ),
+        "STATUS_CONFLICT": ErrorPolicy(
+            "conflict", "unknown", "human_review", "The operation on record does not match this status query."
+        ),
+        "APPROVAL_REQUIRED": ErrorPolicy(
+            "approval", "not_started", "request_approval", "A human approval is needed before this operation."
+        ),
+        "APPROVAL_INVALID": ErrorPolicy(
+            "approval", "not_started", "request_approval", "No approval given is valid for this call now."
+        ),
+        "TIMEOUT_BEFORE_EXECUTE": ErrorPolicy(
+            "execution", "not_started", "retry_after", "Time ran out before the operation started.", 1_000
+        ),
+        "RATE_LIMIT": ErrorPolicy(
+            "dependency", "not_started", "retry_after", "The service is limiting requests; nothing was done.", 1_000
+        ),
+        "TOOL_ERROR": ErrorPolicy(
+            "execution", "not_started", "human_review", "The tool failed before anything was done."
+        ),
+        "OUTPUT_CONTRACT_VIOLATION": ErrorPolicy(
+            "execution", "unknown", "human_review", "The tool's answer broke its contract and was withheld."
+        ),
+        "OUTCOME_UNKNOWN": ErrorPolicy(
+            "execution", "unknown", "query_status", "It is not known whether this took effect. Do not run it again."
+        ),
+    }
+)
+
+# The four codes by which a handler can say that nothing happened (section 5).
+_NOT_STARTED_CODES: Final = frozenset({"TIMEOUT_BEFORE_EXECUTE", "RATE_LIMIT", "TOOL_ERROR", "BUSINESS_RULE_VIOLATION"})
+_WRITE_ONLY_CODES: Final = frozenset(
+    {
+        "IDEMPOTENCY_KEY_REQUIRED",
+        "IDEMPOTENCY_CONFLICT",
+        "APPROVAL_REQUIRED",
+        "APPROVAL_INVALID",
+        "OUTCOME_UNKNOWN",
+    }
+)
+
+
+# ==== 2. Errors (section 3) ===========================================================================================
+
+
+class ContractError(ValueError):
+    """Root of everything this module raises on purpose: the host or a file broke the contract."""
+
+
+class PortableJsonError(ContractError):
+    """A value is outside the portable JSON domain; the text says where (`$.cases[3].now`) and what was wanted."""
+
+    def __init__(self, wanted: str, path: str = "") -> None:
+        super().__init__(wanted)
+        self.wanted = wanted
+        self.path = path  # grows from the inside out, as the error passes each container
+
+    def __str__(self) -> str:
+        return _clipped(f"${self.path}: {self.wanted}")
+
+
+class FixtureError(ContractError):
+    """A fixture breaks the format of section 15, or refers to what does not exist."""
+
+
+class FixtureIOError(FixtureError):
+    """A fixture cannot be read; the text never shows a local path."""
+
+
+class HostContextError(ContractError):
+    """The host passed a malformed principal, context, time, deadline, approvals or reference: a programmer error."""
+
+
+class ToolContractError(ContractError):
+    """A tool contract that cannot work; raised when the dispatcher is built, not at the first call."""
+
+
+class ResultContractError(ContractError):
+    """A result package that must not be built or must not leave: it is not what its call gives."""
+
+
+class LedgerStateError(ContractError):
+    """A ledger operation outside its state: completing or releasing what was never reserved."""
+
+
+class LedgerCapacityError(ContractError):
+    """The ledger is full; new work is refused before any side effect, records are never dropped to make room."""
+
+
+def _clipped(text: str, limit: int = 300) -> str:
+    """Error texts are bounded: a long one loses its middle, where the least of the meaning is."""
+    return text if len(text) <= limit else f"{text[: limit - 60]} ... {text[-50:]}"
+
+
+def _quoted(text: str) -> str:
+    """An untrusted string for an error text: bounded, ASCII, control characters escaped."""
+    return ascii(text if len(text) <= 40 else text[:40] + "...")
+
+
+_PLAIN_MEMBER: Final = re.compile(r"[A-Za-z_][A-Za-z0-9_-]{0,39}")
+
+
+def _member(key: str) -> str:
+    """One step of a JSON path: `.name`, or `['...']` for a key that is no plain name."""
+    return f".{key}" if _PLAIN_MEMBER.fullmatch(key) else f"[{_quoted(key)}]"
+
+
+# ==== 3. Portable JSON (section 3) ====================================================================================
+
+JsonValue: TypeAlias = "None | bool | int | float | str | list[JsonValue] | dict[str, JsonValue]"
+JsonObject: TypeAlias = dict[str, JsonValue]
+# Documents of names and whole numbers only. The type is the proof that they need no look for floats when encoded.
+_Names: TypeAlias = "Mapping[str, str | int | None | list[str] | _Names]"
+
+
+def _snapshot(value: object, depth: int = MAX_JSON_DEPTH) -> JsonValue:
+    """Copy `value`, at most `depth` containers deep, into the portable domain or raise `PortableJsonError`.
+
+    One pass checks and copies, so what was checked is what is kept, whatever happens to the original. Types are
+    exact: a subclass could answer differently at its next reading, so none of its methods is ever called.
+    """
+    return _copied(value, depth, [MAX_JSON_NODES, _MAX_TEXT_CHARS])
+
+
+def _copied(value: object, room: int, left: list[int]) -> JsonValue:
+    """The recursive step of `_snapshot`: `room` levels and `left` [values, characters] may still come."""
+    left[0] -= 1
+    if left[0] < 0:
+        raise PortableJsonError(f"wanted at most {MAX_JSON_NODES} values in one document")
+    if type(value) is str:
+        _check_text(value, left)
+        return value
+    if value is None or type(value) is bool:
+        return value
+    if type(value) is int:
+        if not -MAX_SAFE_INTEGER <= value <= MAX_SAFE_INTEGER:
+            raise PortableJsonError(f"wanted an integer between -{MAX_SAFE_INTEGER} and {MAX_SAFE_INTEGER}")
+        return value
+    if type(value) is float:
+        if not isfinite(value):
+            raise PortableJsonError("wanted a finite number")
+        # RFC 8785 would write it as an integer, and as one that no reader could take back (section 3).
+        if MAX_SAFE_INTEGER < abs(value) < 1e21 and value.is_integer():
+            raise PortableJsonError("wanted a number that is no integer beyond the safe range")
+        return value
+    if type(value) is _RepeatedKey:
+        raise PortableJsonError("wanted each key once", _member(value.key))
+    if type(value) is not dict and type(value) is not list:
+        raise PortableJsonError("wanted null, a boolean, a number, a string, an array or an object")
+    if room == 0:
+        raise PortableJsonError("nested too deep")
+    if len(value) > MAX_MEMBERS:
+        raise PortableJsonError(f"wanted at most {MAX_MEMBERS} members")
+    if type(value) is list:
+        items: list[JsonValue] = []
+        for index, item in enumerate(value):
+            try:
+                items.append(_copied(item, room - 1, left))
+            except PortableJsonError as error:
+                error.path = f"[{index}]{error.path}"
+                raise
+        return items
+    members: JsonObject = {}
+    for key, item in list(value.items()):
+        if type(key) is not str:
+            raise PortableJsonError("wanted strings as keys")
+        try:
+            _check_text(key, left)
+            members[key] = _copied(item, room - 1, left)
+        except PortableJsonError as error:
+            error.path = _member(key) + error.path
+            raise
+    return members
+
+
+def _check_text(text: str, left: list[int]) -> None:
+    if len(text) > MAX_STRING_CHARS:
+        raise PortableJsonError(f"wanted at most {MAX_STRING_CHARS} characters in one string")
+    left[1] -= len(text)
+    if left[1] < 0:
+        raise PortableJsonError(f"wanted at most {_MAX_TEXT_CHARS} characters in one document")
+    if not text.isascii():
+        try:
+            text.encode("utf-8")
+        except UnicodeEncodeError:
+            raise PortableJsonError("wanted no lone surrogate in a string") from None
+
+
+class _RepeatedKey:
+    """Stands in a decoded document for an object that repeats a key, until the check names its path."""
+
+    def __init__(self, key: str) -> None:
+        self.key = key
+
+
+def _object_members(pairs: list[tuple[str, JsonValue]]) -> JsonObject | _RepeatedKey:
+    members = dict(pairs)
+    if len(members) == len(pairs):
+        return members
+    seen: set[str] = set()
+    return _RepeatedKey(next(key for key, _ in pairs if key in seen or seen.add(key)))  # type: ignore[func-returns-value]
+
+
+# What is wrong with a number is left for `_snapshot` to find, which knows the path: 18 characters of a longer integer
+# are enough to be outside the domain and cheap to convert, `NaN` and `1e400` come out as floats that are not finite.
+_DECODER: Final = json.JSONDecoder(
+    object_pairs_hook=_object_members,
+    parse_int=lambda digits: int(digits[:18]),
+    parse_constant=float,
+)
+# A whole string (so that brackets inside do not count), or one bracket. Possessive, hence linear on hostile input.
+_STRING_OR_BRACKET: Final = re.compile(r'"[^"\\]*+(?:\\.[^"\\]*+)*+"?|[\[{]|[\]}]', re.DOTALL)
+
+
+def _check_nesting(text: str) -> None:
+    """Count brackets without recursion, before the recursive decoder sees them."""
+    depth = 0
+    for token in _STRING_OR_BRACKET.findall(text):
+        if token in "[{":
+            depth += 1
+            if depth > MAX_JSON_DEPTH:
+                raise PortableJsonError(f"nested too deep: wanted at most {MAX_JSON_DEPTH} levels")
+        elif token in "]}":
+            depth -= 1
+
+
+def parse_json(raw: bytes) -> JsonValue:
+    """Decode at most `MAX_FIXTURE_BYTES` of strict UTF-8 JSON, or raise `PortableJsonError` (section 3)."""
+    if type(raw) is not bytes:
+        raise PortableJsonError("wanted bytes")
+    if len(raw) > MAX_FIXTURE_BYTES:
+        raise PortableJsonError(f"wanted at most {MAX_FIXTURE_BYTES} bytes")
+    if raw.startswith((b"\xef\xbb\xbf", b"\xff\xfe", b"\xfe\xff")):
+        raise PortableJsonError(
+            "wanted no byte-order mark: save as UTF-8 without BOM (PowerShell: Set-Content -Encoding utf8NoBOM)"
+        )
+    try:
+        text = raw.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise PortableJsonError(f"wanted UTF-8, which byte {error.start} is not") from None
+    _check_nesting(text)
+    try:
+        value = _DECODER.decode(text)
+    except json.JSONDecodeError as error:
+        raise PortableJsonError(f"wanted JSON; line {error.lineno}, column {error.colno}: {error.msg}") from None
+    return _snapshot(value)
+
+
+# Also the text of a snapshot: its floats keep their point (`2.0`), so reading it back gives the same types.
+_ENCODE: Final = json.JSONEncoder(
+    ensure_ascii=False, sort_keys=True, separators=(",", ":"), check_circular=False, allow_nan=False
+).encode
+_FLOAT_LITERAL: Final = re.compile(r"[\[:,]-?\d+[.e]")
+
+
+def canonical_json(value: object) -> str:
+    """The one deterministic encoding: RFC 8785 within the portable domain; `PortableJsonError` outside it."""
+    return _canonical(_snapshot(value))
+
+
+def _canonical(value: JsonValue | _Names) -> str:
+    """Encode what is known to be portable.
+
+    The standard encoder gives RFC 8785's bytes but for two things: how a float is written, and the order of keys
+    when one has a character beyond U+FFFF. A text that shows neither is done; this makes a digest about four
+    times faster. A string that merely looks like a float only costs the slower way, which gives the same bytes.
+    """
+    text = _ENCODE([value])
+    beyond_bmp = not text.isascii() and len(text.encode("utf-16-le")) != 2 * len(text)
+    return _canonical_slowly(value) if beyond_bmp or _FLOAT_LITERAL.search(text) else text[1:-1]
+
+
+def _canonical_slowly(value: object) -> str:
+    if type(value) is float:
+        return _ecmascript_number(value)
+    if type(value) is list:
+        return f"[{','.join(map(_canonical_slowly, value))}]"
+    if type(value) is dict:
+        # RFC 8785, 3.2.3: keys in the order of their UTF-16 code units.
+        keys = sorted(value, key=lambda key: key.encode("utf-16-be"))
+        return f"{{{','.join(f'{_ENCODE(key)}:{_canonical_slowly(value[key])}' for key in keys)}}}"
+    return _ENCODE(value)
+
+
+def _ecmascript_number(number: float) -> str:
+    """RFC 8785, 3.2.2.3: `repr` has the shortest digits already; only where the point stands differs."""
+    if number == 0:
+        return "0"  # minus zero too
+    mantissa, _, exponent = repr(abs(number)).partition("e")
+    whole, _, fraction = mantissa.partition(".")
+    padded = whole + fraction
+    digits = padded.lstrip("0")
+    point = len(whole) + int(exponent or 0) - (len(padded) - len(digits))  # the number is 0.DIGITS * 10**point
+    digits = digits.rstrip("0")
+    sign = "-" if number < 0 else ""
+    if len(digits) <= point <= 21:
+        return sign + digits.ljust(point, "0")
+    if 0 < point <= 21:
+        return f"{sign}{digits[:point]}.{digits[point:]}"
+    if -6 < point <= 0:
+        return f"{sign}0.{'0' * -point}{digits}"
+    return f"{sign}{digits[0]}{'.' if digits[1:] else ''}{digits[1:]}e{point - 1:+d}"
+
+
+def digest(value: object) -> str:
+    """SHA-256 of the canonical bytes, 64 lowercase hex characters. It binds content; it is not a signature."""
+    return _sha256(canonical_json(value))
+
+
+def _sha256(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _names_digest(document: _Names) -> str:
+    """`digest` of a document of names that this module itself put together: nothing left to check."""
+    return _sha256(_ENCODE(document))
+
+
+def _same(one: object, other: object) -> bool:
+    """Type-exact equality of portable values: `1`, `True` and `1.0` are three different values."""
+    if type(one) is not type(other):
+        return False
+    if type(one) is dict and type(other) is dict:
+        return one.keys() == other.keys() and all(_same(one[key], other[key]) for key in one)
+    if type(one) is list and type(other) is list:
+        return len(one) == len(other) and all(map(_same, one, other))
+    return one == other
+
+
+def _exact_fields(value: object, names: Set[str], path: str, errors: list[str]) -> bool:
+    """Whether `value` is an object with exactly these fields; otherwise `errors` says which are wrong."""
+    if type(value) is not dict:
+        errors.append(f"{path}: wanted an object")
+        return False
+    # Types first: comparing a key of a strange type would run that type's code.
+    if not set(map(type, value)) <= {str}:
+        errors.append(f"{path}: wanted strings as keys")
+        return False
+    if value.keys() == names:
+        return True
+    errors.extend(f"{path}.{name}: missing" for name in sorted(names - value.keys()))
+    extra = sorted(value.keys() - names)
+    errors.extend(_clipped(f"{path}{_member(name)}: not a field here") for name in extra[:10])
+    if len(extra) > 10:
+        errors.append(f"{path}: {len(extra) - 10} more that are not fields here")
+    return False
+
+
+# ==== 4. Principal, proposal, context, binding (section 4) ============================================================
+
+
+@dataclass(frozen=True, slots=True)
+class Principal:
+    """Who asks, from the host's session: identifiers, and at most `MAX_ROLES` sorted, unique roles."""
+
+    tenant_id: str
+    subject_id: str
+    roles: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class ModelProposal:
+    """What the model said. Untrusted: any value of any shape, until `bind_tool_call`."""
+
+    name: Any
+    arguments: Any
+
+
+@dataclass(frozen=True, slots=True)
+class ExecutionContext:
+    """The provider turn and the operation, from the host's adapter: identifiers; a read may have no key."""
+
+    provider: str
+    api_family: str
+    response_id: str
+    call_id: str
+    operation_id: str
+    idempotency_key: str | None
+    adapter_revision: str
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCall:
+    """A proposal bound to a context. Made by `bind_tool_call`; one built by hand is snapshotted wherever it is used."""
+
+    proposal: ModelProposal
+    context: ExecutionContext
+    # (name, JSON text of the arguments or None). A text cannot be changed by anyone; each reader parses a copy of
+    # its own. Not an `__init__` field, so `dataclasses.replace` does not carry it to a call with another proposal.
+    _bound: tuple[str, str | None] | None = field(default=None, init=False, repr=False, compare=False)
+
+    @property
+    def name(self) -> str:
+        """The proposed name, or `"(unregistered)"` for one that is no identifier."""
+        return _bound(self)[0]
+
+    @property
+    def arguments(self) -> JsonObject | None:
+        """A fresh copy of the arguments, or None when they are no object of the portable domain."""
+        text = _bound(self)[1]
+        return None if text is None else cast("JsonObject", json.loads(text))
+
+
+def bind_tool_call(proposal: ModelProposal, context: ExecutionContext) -> ToolCall:
+    """Snapshot a proposal, of whatever shape, into a call of this context (section 4).
+
+    Nothing in the proposal raises: a name that is no identifier becomes `"(unregistered)"`, arguments that are no
+    object of the portable domain become None, and the gates answer with a result. `HostContextError` only when
+    `proposal` or `context` is of another type.
+    """
+    if type(proposal) is not ModelProposal:
+        raise HostContextError("proposal: wanted a ModelProposal")
+    if type(context) is not ExecutionContext:
+        raise HostContextError("context: wanted an ExecutionContext")
+    name = proposal.name if _is_identifier(proposal.name) else _UNREGISTERED_NAME
+    arguments: JsonValue = None
+    if type(proposal.arguments) is dict:
+        try:
+            arguments = _snapshot(proposal.arguments, _MAX_PAYLOAD_DEPTH)
+        except PortableJsonError:
+            arguments = None
+    call = ToolCall(ModelProposal(name, arguments), context)
+    object.__setattr__(call, "_bound", (name, None if arguments is None else _ENCODE(arguments)))
+    return call
+
+
+def _rebound(call: ToolCall) -> ToolCall:
+    """The call itself when `bind_tool_call` made it, else a snapshot: each entry point takes one and keeps to it."""
+    return call if call._bound is not None else bind_tool_call(call.proposal, call.context)
+
+
+def _bound(call: ToolCall) -> tuple[str, str | None]:
+    return cast("tuple[str, str | None]", _rebound(call)._bound)
+
+
+def _is_identifier(value: object) -> bool:
+    """1 to `MAX_IDENTIFIER_CHARS` printable characters, not blank: no control character, no lone surrogate."""
+    return (
+        type(value) is str
+        and 0 < len(value) <= MAX_IDENTIFIER_CHARS
+        and value.isprintable()
+        and not value.isspace()
+    )
+
+
+_IDENTIFIER_WANTED: Final = f"wanted a string of 1 to {MAX_IDENTIFIER_CHARS} printable characters, not blank"
+
+
+def _is_optional_identifier(value: object) -> bool:
+    return value is None or _is_identifier(value)
+
+
+def _is_time(value: object) -> bool:
+    return type(value) is int and 0 <= value <= MAX_PORTABLE_UNIX_SECONDS
+
+
+def _are_roles(value: object) -> bool:
+    """Sorted and unique, so that one set of roles has one spelling. `value` is a list (JSON) or a tuple."""
+    return (
+        isinstance(value, list | tuple)
+        and len(value) <= MAX_ROLES
+        and all(map(_is_identifier, value))
+        and all(one < other for one, other in zip(value, value[1:], strict=False))
+    )
+
+
+_ROLES_WANTED: Final = f"wanted at most {MAX_ROLES} identifiers, sorted and unique"
+
+
+def validate_host_context(principal: Principal, call: ToolCall, *, now: int) -> None:
+    """Raise `HostContextError` unless the host's own part is well formed: gate 1 of every call (section 7).
+
+    `now` is in Unix seconds, 0 to `MAX_PORTABLE_UNIX_SECONDS`. Nothing the model controls is looked at.
+    """
+    _check_host(principal, call)
+    if not _is_time(now):
+        raise HostContextError(f"now: wanted an int of seconds from 0 to {MAX_PORTABLE_UNIX_SECONDS}")
+
+
+def _check_host(principal: Principal, call: ToolCall) -> None:
+    if type(principal) is not Principal:
+        raise HostContextError("principal: wanted a Principal")
+    if type(call) is not ToolCall:
+        raise HostContextError("call: wanted a ToolCall")
+    context = call.context
+    if type(context) is not ExecutionContext or type(call.proposal) is not ModelProposal:
+        raise HostContextError("call: wanted a ModelProposal and an ExecutionContext in it")
+    for name, value in (
+        ("principal.tenant_id", principal.tenant_id),
+        ("principal.subject_id", principal.subject_id),
+        ("context.provider", context.provider),
+        ("context.api_family", context.api_family),
+        ("context.response_id", context.response_id),
+        ("context.call_id", context.call_id),
+        ("context.operation_id", context.operation_id),
+        ("context.adapter_revision", context.adapter_revision),
+    ):
+        if not _is_identifier(value):
+            raise HostContextError(f"{name}: {_IDENTIFIER_WANTED}")
+    if not _is_optional_identifier(context.idempotency_key):
+        raise HostContextError(f"context.idempotency_key: {_IDENTIFIER_WANTED}, or None")
+    if type(principal.roles) is not tuple or not _are_roles(principal.roles):
+        raise HostContextError(f"principal.roles: {_ROLES_WANTED}, in a tuple")
+    if PROVIDER_PROFILES.get((context.provider, context.api_family)) != context.adapter_revision:
+        raise HostContextError("context: wanted a provider, api_family and adapter_revision of PROVIDER_PROFILES")
+
+
+# ==== 5. Tool contracts (section 5) ===================================================================================
+
+
+@dataclass(frozen=True, slots=True)
+class FieldRule:
+    """What one field must be. Types are exact (`True` is no integer, `2.0` is not `2`); bounds are inclusive.
+
+    `type` is `str`, `int`, `bool`, `float`, `list` or `dict`; only `float`, JSON's number, also takes an int. Lengths
+    are of strings (stripped of blanks, for `min_length`) and lists, in characters and items; `pattern` matches in
+    full; `items` and `fields` are nested rules, without which a list or dict takes anything portable; `enum` compares
+    type-exactly. `equals_argument` (outputs only) names the input argument that the value must repeat.
+    """
+
+    type: type
+    nullable: bool = field(default=False, kw_only=True)
+    min_length: int | None = field(default=None, kw_only=True)
+    max_length: int | None = field(default=None, kw_only=True)
+    enum: Iterable[JsonValue] | None = field(default=None, kw_only=True)
+    pattern: str | None = field(default=None, kw_only=True)
+    minimum: float | None = field(default=None, kw_only=True)
+    maximum: float | None = field(default=None, kw_only=True)
+    items: FieldRule | None = field(default=None, kw_only=True)
+    fields: Mapping[str, FieldRule] | None = field(default=None, kw_only=True)
+    equals_argument: str | None = field(default=None, kw_only=True)
+
+    def __post_init__(self) -> None:
+        _freeze(self, "fields")
+        if isinstance(self.enum, list | tuple | set | frozenset):
+            object.__setattr__(self, "enum", tuple(self.enum))
+
+
+@dataclass(frozen=True, slots=True)
+class HandlerResult:
+    """What a handler returns. `observed_at` is UTC, `YYYY-MM-DDTHH:MM:SSZ`; the last three are identifiers or None."""
+
+    data: JsonObject
+    producer_revision: str
+    resource_revision: str | None
+    observed_at: str
+    request_id: str | None = None
+    receipt_id: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Receipt:
+    """The downstream's own evidence that an operation took effect: `result` carries a `receipt_id`."""
+
+    status_ref: str
+    request_sha256: str
+    result: HandlerResult
+
+
+class NotStarted(Exception):  # noqa: N818 - it is a verdict, not an error
+    """Raised by a handler that can prove nothing happened. Any other exception of a write leaves it unknown.
+
+    `code` is `TIMEOUT_BEFORE_EXECUTE`, `RATE_LIMIT`, `TOOL_ERROR` or `BUSINESS_RULE_VIOLATION`; with another code the
+    exception proves nothing.
+    """
+
+    def __init__(self, code: str) -> None:
+        super().__init__(code)
+        self.code = code
+
+
+@dataclass(frozen=True, slots=True)
+class Invocation:
+    """What a handler gets. A real downstream needs the key and the reference to be idempotent itself.
+
+    `timeout_ms` is told, not enforced; `now` is in Unix seconds. `idempotency_key` and `status_ref` are None for reads.
+    """
+
+    principal: Principal
+    arguments: JsonObject
+    operation_id: str
+    idempotency_key: str | None
+    status_ref: str | None
+    request_sha256: str
+    timeout_ms: int
+    now: int
+
+
+@dataclass(frozen=True, slots=True)
+class ReceiptQuery:
+    """What `find_receipt` gets: enough to ask the downstream about an earlier operation, nothing to run it again."""
+
+    principal: Principal
+    arguments: JsonObject
+    idempotency_key: str
+    status_ref: str
+    request_sha256: str
+    now: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ToolSpec:
+    """One tool: its input and output contract, its revisions and its callbacks (section 5).
+
+    `authorize` and `business_rule` get the principal and a copy of the arguments; only `True` itself passes, anything
+    else, or an exception, refuses. `find_receipt` is how a write's unknown outcome can be reconciled; without one it
+    stays unknown. `timeout_ms` is in milliseconds, `max_output_bytes` in bytes of canonical JSON, `max_output_depth`
+    in nested containers (a flat object is 1). A `Dispatcher` refuses a contract that cannot work.
+    """
+
+    name: str
+    description: str
+    effect: Effect
+    arguments: Mapping[str, FieldRule]
+    output: Mapping[str, FieldRule]
+    input_schema_revision: str
+    output_schema_revision: str
+    effect_revision: str
+    handler_revision: str
+    producer_revision: str
+    policy_revision: str
+    source_label: str
+    authorize: Callable[[Principal, JsonObject], bool]
+    handler: Callable[[Invocation], HandlerResult]
+    business_rule: Callable[[Principal, JsonObject], bool] | None = None
+    find_receipt: Callable[[ReceiptQuery], Receipt | None] | None = None
+    timeout_ms: int = 1_000
+    max_output_bytes: int = 4_096
+    max_output_depth: int = 4
+
+    def __post_init__(self) -> None:
+        _freeze(self, "arguments")
+        _freeze(self, "output")
+
+
+def _freeze(owner: object, name: str) -> None:
+    """Put a read-only copy in place of a mapping; what is no mapping is left for the contract check to refuse."""
+    value = getattr(owner, name)
+    if isinstance(value, Mapping):
+        object.__setattr__(owner, name, MappingProxyType(dict(value)))
+
+
+_REVISION_FIELDS: Final = (
+    "input_schema_revision",
+    "output_schema_revision",
+    "effect_revision",
+    "handler_revision",
+    "producer_revision",
+    "policy_revision",
+)
+_TYPE_NAMES: Final[Mapping[type, str]] = MappingProxyType(
+    {str: "a string", int: "an integer", bool: "a boolean", float: "a number", list: "an array", dict: "an object"}
+)
+_TOOL_NAME: Final = re.compile(r"[A-Za-z0-9_-]{1,64}")  # what all three providers take
+
+
+def _check_spec(spec: object) -> None:
+    """Raise `ToolContractError` for a contract that cannot work."""
+    if type(spec) is not ToolSpec:
+        raise ToolContractError("tools: wanted ToolSpec objects")
+    if type(spec.name) is not str or not _TOOL_NAME.fullmatch(spec.name):
+        raise ToolContractError("name: wanted 1 to 64 of A-Z a-z 0-9 _ -")
+    where = spec.name
+    if type(spec.description) is not str or not spec.description.strip():
+        raise ToolContractError(f"{where}.description: wanted text")
+    if type(spec.effect) is not str or spec.effect not in ("read", "write"):
+        raise ToolContractError(f"{where}.effect: wanted 'read' or 'write'")
+    for name in _REVISION_FIELDS:
+        value = getattr(spec, name)
+        if not _is_identifier(value) or value == _UNREGISTERED:
+            raise ToolContractError(f"{where}.{name}: {_IDENTIFIER_WANTED}, other than '{_UNREGISTERED}'")
+    if not _is_identifier(spec.source_label) or spec.source_label == DISPATCHER_SOURCE_LABEL:
+        raise ToolContractError(f"{where}.source_label: {_IDENTIFIER_WANTED}, other than the dispatcher's own")
+    for name in ("authorize", "handler"):
+        if not callable(getattr(spec, name)):
+            raise ToolContractError(f"{where}.{name}: wanted a callable")
+    for name in ("business_rule", "find_receipt"):
+        value = getattr(spec, name)
+        if value is not None and (spec.effect == "read" or not callable(value)):
+            raise ToolContractError(f"{where}.{name}: wanted None, or a callable on a write (a read never asks it)")
+    for name in ("timeout_ms", "max_output_bytes", "max_output_depth"):
+        value = getattr(spec, name)
+        if type(value) is not int or value < 1:
+            raise ToolContractError(f"{where}.{name}: wanted an integer of at least 1")
+    if spec.max_output_depth > _MAX_PAYLOAD_DEPTH:
+        raise ToolContractError(f"{where}.max_output_depth: wanted at most {_MAX_PAYLOAD_DEPTH}")
+    _check_rules(spec.arguments, f"{where}.arguments", _MAX_PAYLOAD_DEPTH, None)
+    _check_rules(spec.output, f"{where}.output", spec.max_output_depth, spec.arguments.keys())
+
+
+def _check_rules(rules: object, path: str, room: int, arguments: Set[str] | None) -> None:
+    """Check the rules of one object, which has `room` nested containers; `arguments` is None for an input."""
+    if room == 0:
+        raise ToolContractError(f"{path}: declared deeper than its values may nest")
+    if not isinstance(rules, Mapping):
+        raise ToolContractError(f"{path}: wanted a mapping of FieldRule")
+    for name, rule in rules.items():
+        if not _is_identifier(name):
+            raise ToolContractError(f"{path}: wanted field names that are identifiers")
+        if arguments is not None and _is_sensitive_name(name):
+            raise ToolContractError(f"{path}{_member(name)}: reads as a credential or control field")
+        _check_rule(rule, path + _member(name), room, arguments)
+
+
+def _check_rule(rule: object, path: str, room: int, arguments: Set[str] | None) -> None:
+    if type(rule) is not FieldRule:
+        raise ToolContractError(f"{path}: wanted a FieldRule")
+    if rule.type not in (str, int, bool, float, list, dict):
+        raise ToolContractError(f"{path}.type: wanted str, int, bool, float, list or dict")
+    if type(rule.nullable) is not bool:
+        raise ToolContractError(f"{path}.nullable: wanted a bool")
+    for name, types in (
+        ("min_length", (str, list)),
+        ("max_length", (str, list)),
+        ("pattern", (str,)),
+        ("minimum", (int, float)),
+        ("maximum", (int, float)),
+        ("items", (list,)),
+        ("fields", (dict,)),
+    ):
+        if getattr(rule, name) is not None and rule.type not in types:
+            raise ToolContractError(f"{path}.{name}: does not fit {_TYPE_NAMES[rule.type]}")
+    _check_bounds(rule, path)
+    if rule.enum is not None:
+        _check_enum(rule, path)
+    if rule.pattern is not None:
+        try:
+            re.compile(rule.pattern if type(rule.pattern) is str else "(")
+        except (re.error, RecursionError, OverflowError):
+            raise ToolContractError(f"{path}.pattern: wanted a regular expression") from None
+    if rule.equals_argument is not None and (
+        arguments is None or type(rule.equals_argument) is not str or rule.equals_argument not in arguments
+    ):
+        raise ToolContractError(f"{path}.equals_argument: wanted, in an output, the name of an argument")
+    if rule.type in (list, dict) and room < 2:
+        raise ToolContractError(f"{path}: declared deeper than its values may nest")
+    if rule.items is not None:
+        _check_rule(rule.items, f"{path}.items", room - 1, arguments)
+    if rule.fields is not None:
+        _check_rules(rule.fields, path, room - 1, arguments)
+
+
+def _check_bounds(rule: FieldRule, path: str) -> None:
+    for low_name, high_name, fits in (
+        ("min_length", "max_length", lambda bound: type(bound) is int and bound >= 0),
+        ("minimum", "maximum", lambda bound: _is_number_of(rule.type, bound)),
+    ):
+        low, high = getattr(rule, low_name), getattr(rule, high_name)
+        for name, bound in ((low_name, low), (high_name, high)):
+            if bound is not None and not fits(bound):
+                raise ToolContractError(f"{path}.{name}: wanted a bound of the field's own type")
+        if low is not None and high is not None and low > high:
+            raise ToolContractError(f"{path}.{low_name}: wanted no more than {high_name}")
+
+
+def _is_number_of(kind: type, value: object) -> bool:
+    return type(value) is int or (kind is float and type(value) is float and isfinite(value))
+
+
+def _check_enum(rule: FieldRule, path: str) -> None:
+    if type(rule.enum) is not tuple or not rule.enum:
+        raise ToolContractError(f"{path}.enum: wanted at least one value, in a list or tuple")
+    for value in rule.enum:
+        errors: list[str] = []
+        try:
+            _check_value(replace(rule, enum=None, equals_argument=None), _snapshot(value), path, {}, errors)
+        except PortableJsonError as error:
+            errors.append(str(error))
+        if errors:
+            raise ToolContractError(f"{path}.enum: wanted values that fit the rule's own type and bounds")
+
+
+def _check_fields(
+    rules: Mapping[str, FieldRule], value: JsonObject, path: str, arguments: JsonObject, errors: list[str]
+) -> None:
+    """Exact fields, each by its rule: the input and the output contract alike. `value` is portable."""
+    if _exact_fields(value, rules.keys(), path, errors):
+        for name, rule in rules.items():
+            _check_value(rule, value[name], f"{path}.{name}", arguments, errors)
+
+
+def _check_value(rule: FieldRule, value: JsonValue, path: str, arguments: JsonObject, errors: list[str]) -> None:
+    if rule.equals_argument is not None and not _same(value, arguments.get(rule.equals_argument)):
+        errors.append(f"{path}: wanted the value of the argument {rule.equals_argument}")
+    if value is None and rule.nullable:
+        return
+    if type(value) is not rule.type and not (rule.type is float and type(value) is int):
+        errors.append(f"{path}: wanted {_TYPE_NAMES[rule.type]}")
+        return
+    if rule.enum is not None and not any(_same(value, member) for member in rule.enum):
+        errors.append(f"{path}: wanted one of the declared values")
+    if isinstance(value, str | list):
+        counted = len(value.strip()) if isinstance(value, str) else len(value)
+        if rule.min_length is not None and counted < rule.min_length:
+            errors.append(f"{path}: wanted a length of at least {rule.min_length}")
+        if rule.max_length is not None and len(value) > rule.max_length:
+            errors.append(f"{path}: wanted a length of at most {rule.max_length}")
+        if rule.pattern is not None and not re.fullmatch(rule.pattern, cast("str", value)):
+            errors.append(f"{path}: wanted the declared pattern")
+        if rule.items is not None:
+            for index, item in enumerate(value):
+                _check_value(rule.items, item, f"{path}[{index}]", arguments, errors)
+    elif isinstance(value, int | float):
+        if rule.minimum is not None and value < rule.minimum:
+            errors.append(f"{path}: wanted at least {rule.minimum}")
+        if rule.maximum is not None and value > rule.maximum:
+            errors.append(f"{path}: wanted at most {rule.maximum}")
+    elif isinstance(value, dict) and rule.fields is not None:
+        _check_fields(rule.fields, value, path, arguments, errors)
+
+
+# Names that never leave in a tool's output, at any level: credentials, and what names a principal, call, operation,
+# receipt or digest. Compared in full and folded, so `Access-Token` is one and `tokenizer` is not.
+SENSITIVE_FIELD_NAMES: Final = frozenset(
+    {
+        "access_key",
+        "access_token",
+        "api_key",
+        "api_token",
+        "approval_digest",
+        "approval_id",
+        "auth_token",
+        "authorization",
+        "aws_secret_access_key",
+        "bearer",
+        "bearer_token",
+        "call_binding_sha256",
+        "call_id",
+        "client_secret",
+        "cookie",
+        "cookies",
+        "credential",
+        "credentials",
+        "csrf_token",
+        "encryption_key",
+        "id_token",
+        "idempotency_key",
+        "jwt",
+        "oauth_token",
+        "operation_id",
+        "passphrase",
+        "passwd",
+        "password",
+        "principal_ref",
+        "private_key",
+        "proxy_authorization",
+        "pwd",
+        "receipt_id",
+        "refresh_token",
+        "request_digest",
+        "request_id",
+        "request_sha256",
+        "response_id",
+        "result_sha256",
+        "secret",
+        "secret_access_key",
+        "secret_key",
+        "session_cookie",
+        "session_key",
+        "session_token",
+        "set_cookie",
+        "signing_key",
+        "ssh_key",
+        "status_ref",
+        "subject_id",
+        "tenant_id",
+        "token",
+        "x_api_key",
+        "xsrf_token",
+    }
+)
+_FOLDED_SENSITIVE: Final = frozenset(name.replace("_", "") for name in SENSITIVE_FIELD_NAMES)
+_ASCII_SEPARATORS: Final = {code: None for code in range(128) if not chr(code).isalnum()}
+# A scheme with a token-shaped word (one with a digit, a joint, a step from lower to upper case, or 20 characters),
+# or a PEM private key. "bearer of news" and "Basic training" are neither.
+_CREDENTIAL: Final = re.compile(
+    r"""(?ix) \b bearer [\s:="']++ (?= [\w.~+/=-]{6} ) [\w.~+/=-]*? (?: [\d_~+=] | \w[.-]\w | (?-i:[a-z][A-Z]) )
+      | \b basic [\s:="']++ (?= [\w+/-]{8} ) [\w+/-]*? (?: [\d+=] | (?-i:[a-z][A-Z]) )
+      | \b (?: bearer | basic ) [\s:="']++ [\w~+=-]{20}
+      | -----BEGIN\ [A-Z0-9\ ]*PRIVATE\ KEY"""
+)
+
+
+def _folded(text: str) -> str:
+    """Compatibility forms and invisible characters folded away; case is kept."""
+    if text.isascii():
+        return text
+    return "".join(char for char in unicodedata.normalize("NFKC", text) if unicodedata.category(char) != "Cf")
+
+
+def _is_sensitive_name(name: str) -> bool:
+    if name.isascii():
+        return name.lower().translate(_ASCII_SEPARATORS) in _FOLDED_SENSITIVE
+    folded = unicodedata.normalize("NFKC", _folded(name).casefold())
+    return "".join(filter(str.isalnum, folded)) in _FOLDED_SENSITIVE
+
+
+def _check_sensitive(value: JsonValue, path: str, errors: list[str]) -> None:
+    """No credential or control name as a key and no evident credential in a string, at any level."""
+    if isinstance(value, str):
+        if _CREDENTIAL.search(_folded(value)):
+            errors.append(f"{path}: reads as a credential")
+    elif isinstance(value, dict):
+        for key, item in value.items():
+            if _is_sensitive_name(key) or _CREDENTIAL.search(_folded(key)):
+                errors.append(_clipped(f"{path}{_member(key)}: reads as a credential or control field"))
+            _check_sensitive(item, path + _member(key), errors)
+    elif isinstance(value, list):
+        for index, item in enumerate(value):
+            _check_sensitive(item, f"{path}[{index}]", errors)
+
+
+_TIMESTAMP: Final = re.compile(r"[0-9]{4}-[0-9]{2}-[0-9]{2}T[0-9]{2}:[0-9]{2}:[0-9]{2}Z")
+
+
+def _is_timestamp(value: object) -> bool:
+    """UTC, to the second, and a date that exists."""
+    if type(value) is not str or not _TIMESTAMP.fullmatch(value):
+        return False
+    try:
+        datetime.fromisoformat(value)
+    except ValueError:
+        return False
+    return value[11:13] != "24"  # newer versions read 24:00:00 as the next day
+
+
+def _timestamp(now: int) -> str:
+    # Plain arithmetic: the platform's own conversion ends at the year 3000 on Windows.
+    return f"{(datetime(1970, 1, 1) + timedelta(seconds=now)).isoformat()}Z"  # noqa: DTZ001 - UTC by construction
+
+
+def validate_handler_result(spec: ToolSpec, call: ToolCall, result: object) -> list[str]:
+    """Every way in which `result` breaks the output contract of `spec` for this call (section 5); never raises."""
+    return _checked_output(spec, call.arguments, result)[1]
+
+
+_MAX_ERRORS: Final = 100  # of one list; what is beyond is counted
+
+
+def _bounded(errors: list[str]) -> list[str]:
+    """At most `_MAX_ERRORS` texts, each of bounded length."""
+    kept = [_clipped(error) for error in errors[:_MAX_ERRORS]]
+    return kept if len(errors) <= _MAX_ERRORS else [*kept, f"... and {len(errors) - _MAX_ERRORS} more"]
+
+
+def _checked_output(
+    spec: ToolSpec, arguments: JsonObject | None, result: object
+) -> tuple[HandlerResult | None, list[str]]:
+    """A snapshot of `result` that shares nothing with it, or None and the errors."""
+    if type(result) is not HandlerResult:
+        return None, ["result: wanted a HandlerResult"]
+    errors: list[str] = []
+    if not _same(result.producer_revision, spec.producer_revision):
+        errors.append("producer_revision: wanted the registered producer's")
+    if not _is_timestamp(result.observed_at):
+        errors.append("observed_at: wanted an existing UTC time as YYYY-MM-DDTHH:MM:SSZ")
+    for name in ("resource_revision", "request_id", "receipt_id"):
+        if not _is_optional_identifier(getattr(result, name)):
+            errors.append(f"{name}: {_IDENTIFIER_WANTED}, or None")
+    try:
+        data = _snapshot(result.data, min(spec.max_output_depth, _MAX_PAYLOAD_DEPTH))
+    except PortableJsonError as error:
+        return None, [*errors, _clipped(f"data{error.path}: {error.wanted}")]
+    if type(data) is not dict:
+        return None, [*errors, "data: wanted an object"]
+    if len(_canonical(data).encode()) > spec.max_output_bytes:
+        errors.append(f"data: wanted at most {spec.max_output_bytes} bytes of canonical JSON")
+    _check_fields(spec.output, data, "data", arguments or {}, errors)
+    _check_sensitive(data, "data", errors)
+    return (None if errors else replace(result, data=data)), _bounded(errors)
+
+
+# ==== 6. Digests (section 12) =========================================================================================
+#
+# Three digests tie a package together: the request digest says "same business intent", the result digest "this is
+# what the model was shown", the call binding "for this call, by this contract, with this evidence". The others serve
+# the gates. None is a signature: whoever can write the package can compute them; the host checks them against its own
+# principal, call and contract.
+
+
+class ToolContract(TypedDict):
+    """The contract a call ran under; a tool that is not registered has none of the six revisions."""
+
+    name: str
+    input_schema_revision: str
+    output_schema_revision: str
+    effect_revision: str
+    handler_revision: str
+    producer_revision: str
+    policy_revision: str
+
+
+class Downstream(TypedDict):
+    """The downstream's identifiers: of its request, of its receipt, and of the operation in the ledger."""
+
+    request_id: str | None
+    receipt_id: str | None
+    status_ref: str | None
+
+
+def _revision(spec: ToolSpec | None, name: str) -> str:
+    return _UNREGISTERED if spec is None else cast("str", getattr(spec, name))
+
+
+def _tool_contract(call: ToolCall, spec: ToolSpec | None) -> ToolContract:
+    return cast("ToolContract", {"name": call.name} | {name: _revision(spec, name) for name in _REVISION_FIELDS})
+
+
+def request_digest(principal: Principal, call: ToolCall, spec: ToolSpec | None) -> str:
+    """Who wants what from which contract; without the idempotency key on purpose: it says "same business intent".
+
+    Arguments outside the portable domain, or that are no object, count as `null`.
+    """
+    document: JsonObject = {
+        "tenant_id": principal.tenant_id,
+        "subject_id": principal.subject_id,
+        "tool": call.name,
+        "arguments": call.arguments,
+        "input_schema_revision": _revision(spec, "input_schema_revision"),
+        "output_schema_revision": _revision(spec, "output_schema_revision"),
+        "effect_revision": _revision(spec, "effect_revision"),
+    }
+    return _sha256(_canonical(document))
+
+
+def result_digest(model_result: Mapping[str, object]) -> str:
+    """Exactly what the model is shown; `PortableJsonError` for what is no portable object."""
+    return digest(model_result)
+
+
+def call_binding_digest(
+    principal: Principal,
+    call: ToolCall,
+    spec: ToolSpec | None,
+    request_sha256: str,
+    result_sha256: str,
+    downstream: Downstream,
+) -> str:
+    """Request and result, bound to one principal, provider turn, operation, key, contract and evidence."""
+    context = call.context
+    return _names_digest(
+        {
+            "tenant_id": principal.tenant_id,
+            "subject_id": principal.subject_id,
+            "provider": context.provider,
+            "api_family": context.api_family,
+            "response_id": context.response_id,
+            "call_id": context.call_id,
+            "operation_id": context.operation_id,
+            "idempotency_key": context.idempotency_key,
+            "adapter_revision": context.adapter_revision,
+            "tool_contract": cast("_Names", _tool_contract(call, spec)),
+            "request_sha256": request_sha256,
+            "result_sha256": result_sha256,
+            "downstream": cast("_Names", downstream),
+        }
+    )
+
+
+def call_fingerprint(principal: Principal, call: ToolCall, spec: ToolSpec | None, *, purpose: Purpose) -> str:
+    """What one provider call identity stands for: a request, a context and a purpose (gate 2)."""
+    return _fingerprint(call.context, request_digest(principal, call, spec), purpose)
+
+
+def _fingerprint(context: ExecutionContext, request_sha256: str, purpose: Purpose) -> str:
+    return _names_digest(
+        {
+            "provider": context.provider,
+            "api_family": context.api_family,
+            "response_id": context.response_id,
+            "call_id": context.call_id,
+            "operation_id": context.operation_id,
+            "idempotency_key": context.idempotency_key,
+            "adapter_revision": context.adapter_revision,
+            "purpose": purpose,
+            "request_sha256": request_sha256,
+        }
+    )
+
+
+def approval_digest(
+    principal: Principal, call: ToolCall, spec: ToolSpec, *, approval_id: str, approver_id: str, expires_at: int
+) -> str:
+    """What a human said yes to: this call, by this contract, until this second (section 8)."""
+    return _approval_sha256(call.context, spec, request_digest(principal, call, spec), approval_id, approver_id, expires_at)
+
+
+def _approval_sha256(
+    context: ExecutionContext, spec: ToolSpec, request_sha256: str, approval_id: str, approver_id: str, expires_at: int
+) -> str:
+    return _names_digest(
+        {
+            "provider": context.provider,
+            "api_family": context.api_family,
+            "adapter_revision": context.adapter_revision,
+            "operation_id": context.operation_id,
+            "call_id": context.call_id,
+            "response_id": context.response_id,
+            "idempotency_key": context.idempotency_key,
+            "request_sha256": request_sha256,
+            "input_schema_revision": spec.input_schema_revision,
+            "output_schema_revision": spec.output_schema_revision,
+            "effect_revision": spec.effect_revision,
+            "policy_revision": spec.policy_revision,
+            "approval_id": approval_id,
+            "approver_id": approver_id,
+            "expires_at": expires_at,
+        }
+    )
+
+
+def _principal_ref(principal: Principal) -> str:
+    """A teaching hash, not keyed pseudonymisation: whoever can guess both identifiers can recompute it."""
+    return "sha256:" + _names_digest({"tenant_id": principal.tenant_id, "subject_id": principal.subject_id})
+
+
+Scope: TypeAlias = tuple[str, str, str, str]  # tenant, subject, tool, idempotency key
+
+
+def _status_ref(scope: Scope, request_sha256: str) -> str:
+    """Opaque to callers (section 9): names an operation without telling whose or what it is."""
+    return "status_" + _names_digest({"scope": list(scope), "request_sha256": request_sha256})[:32]
+
+
+_STATUS_REF: Final = re.compile(r"status_[0-9a-f]{32}")
+_SHA256: Final = re.compile(r"[0-9a-f]{64}")
+
+
+# ==== 7. Approval (section 8) =========================================================================================
+
+
+@dataclass(frozen=True, slots=True)
+class Approval:
+    """A human's yes to one call until `expires_at` (Unix seconds, exclusive).
+
+    Trusted for the channel it comes from: the digest binds it to the call, it does not prove who made it.
+    """
+
+    approval_id: str
+    operation_id: str
+    call_id: str
+    provider: str
+    api_family: str
+    adapter_revision: str
+    idempotency_key: str | None
+    tool_name: str
+    subject_id: str
+    input_schema_revision: str
+    policy_revision: str
+    approval_digest: str
+    expires_at: int
+    approver_id: str
+
+
+def grant_approval(
+    principal: Principal,
+    call: ToolCall,
+    spec: ToolSpec,
+    *,
+    approver_id: str,
+    now: int,
+    ttl_seconds: int = APPROVAL_TTL_SECONDS,
+) -> Approval:
+    """Record that `approver_id` said yes to this call at `now`, for 1 to `APPROVAL_TTL_SECONDS` seconds.
+
+    `HostContextError` on malformed values. Whether the approver may approve is decided when the approval is used.
+    """
+    validate_host_context(principal, call, now=now)
+    if type(spec) is not ToolSpec or spec.name != call.name:
+        raise HostContextError("spec: wanted the ToolSpec of the call")
+    if not _is_identifier(approver_id):
+        raise HostContextError(f"approver_id: {_IDENTIFIER_WANTED}")
+    if type(ttl_seconds) is not int or not 1 <= ttl_seconds <= APPROVAL_TTL_SECONDS:
+        raise HostContextError(f"ttl_seconds: wanted an int from 1 to {APPROVAL_TTL_SECONDS}")
+    if not _is_time(now + ttl_seconds):
+        raise HostContextError("now: wanted room for the approval's lifetime")
+    return _approval(principal, call, spec, approver_id, now + ttl_seconds)
+
+
+def _approval(principal: Principal, call: ToolCall, spec: ToolSpec, approver_id: str, expires_at: int) -> Approval:
+    call = _rebound(call)
+    request_sha256 = request_digest(principal, call, spec)
+    # No randomness in the core: the id follows from what it is about, so the same yes has the same id.
+    about = _fingerprint(call.context, request_sha256, "dispatch")
+    approval_id = "approval_" + _names_digest({"call": about, "approver": approver_id, "expires": expires_at})[:32]
+    return _approval_of(principal, call, spec, request_sha256, approval_id, approver_id, expires_at)
+
+
+def _approval_of(
+    principal: Principal,
+    call: ToolCall,
+    spec: ToolSpec,
+    request_sha256: str,
+    approval_id: str,
+    approver_id: str,
+    expires_at: int,
+) -> Approval:
+    """The one approval of this id, approver and expiry that fits the call: what is granted, and what is wanted."""
+    context = call.context
+    return Approval(
+        approval_id=approval_id,
+        operation_id=context.operation_id,
+        call_id=context.call_id,
+        provider=context.provider,
+        api_family=context.api_family,
+        adapter_revision=context.adapter_revision,
+        idempotency_key=context.idempotency_key,
+        tool_name=spec.name,
+        subject_id=principal.subject_id,
+        input_schema_revision=spec.input_schema_revision,
+        policy_revision=spec.policy_revision,
+        approval_digest=_approval_sha256(context, spec, request_sha256, approval_id, approver_id, expires_at),
+        expires_at=expires_at,
+        approver_id=approver_id,
+    )
+
+
+_APPROVAL_FIELDS: Final = tuple(Approval.__dataclass_fields__)
+
+
+def _approval_holds(
+    approval: object,
+    principal: Principal,
+    call: ToolCall,
+    spec: ToolSpec,
+    request_sha256: str,
+    approvers: frozenset[str],
+    now: int,
+) -> bool:
+    """Whether this is a yes to this call now, by somebody who may say it. Never raises, whatever `approval` is."""
+    if type(approval) is not Approval:
+        return False
+    if not _is_identifier(approval.approval_id) or not _is_identifier(approval.approver_id):
+        return False
+    if approval.approver_id not in approvers or approval.approver_id == principal.subject_id:
+        return False
+    if not _is_time(approval.expires_at) or not now < approval.expires_at <= now + APPROVAL_TTL_SECONDS:
+        return False
+    wanted = _approval_of(
+        principal, call, spec, request_sha256, approval.approval_id, approval.approver_id, approval.expires_at
+    )
+    return all(_same(getattr(approval, name), getattr(wanted, name)) for name in _APPROVAL_FIELDS)
+
+
+# ==== 8. Result package and its check (sections 11 and 13) ============================================================
+
+
+class ErrorBody(TypedDict):
+    code: str
+    category: Category
+    safe_message: str
+    recovery: Recovery
+    retry_after_ms: int | None
+
+
+class Execution(TypedDict):
+    outcome: Outcome
+    delivery: Delivery
+    complete: bool
+    truncated: bool
+
+
+class Provenance(TypedDict):
+    source_label: str
+    producer_revision: str
+    resource_revision: str | None
+    observed_at: str
+    trust: Literal["untrusted_data", "trusted_control"]
+
+
+class ModelResult(TypedDict):
+    """The projection for the model: nothing in it names a principal, call, receipt or digest."""
+
+    schema_version: str
+    status: Status
+    data: JsonObject | None
+    error: ErrorBody | None
+    execution: Execution
+    provenance: Provenance
+
+
+class ProviderContext(TypedDict):
+    provider: str
+    api_family: str
+    response_id: str
+    call_id: str
+    adapter_revision: str
+
+
+class Binding(TypedDict):
+    request_sha256: str
+    result_sha256: str
+    call_binding_sha256: str
+
+
+class ProtectedAudit(TypedDict):
+    """The projection for the host: who, which call, which contract, which evidence. It never goes to the model."""
+
+    schema_version: str
+    visibility: Literal["protected_audit"]
+    operation_id: str
+    principal_ref: str
+    provider_context: ProviderContext
+    tool_contract: ToolContract
+    binding: Binding
+    downstream: Downstream
+    redactions: list[str]
+
+
+class ResultPackage(TypedDict):
+    """What every call ends in: both projections, tied by the three digests in `protected_audit.binding`."""
+
+    model_result: ModelResult
+    protected_audit: ProtectedAudit
+
+
+def success_package(
+    principal: Principal,
+    call: ToolCall,
+    spec: ToolSpec,
+    result: HandlerResult,
+    *,
+    delivery: Delivery,
+    status_ref: str | None = None,
+) -> ResultPackage:
+    """Project a handler's result; `ResultContractError` when it breaks the output contract or cannot be (section 11).
+
+    `status_ref` is the reference of a write's operation, None for a read.
+    """
+    call = _package_call(principal, call, spec)
+    checked, errors = _checked_output(spec, call.arguments, result)
+    request_sha256 = request_digest(principal, call, spec)
+    errors += _impossible(principal, call, spec, None, delivery, status_ref, request_sha256, result)
+    if checked is None or errors:
+        raise ResultContractError("; ".join(_bounded(errors)[:10]))
+    return _success(principal, call, spec, checked, delivery, status_ref, request_sha256)
+
+
+def error_package(
+    principal: Principal,
+    call: ToolCall,
+    spec: ToolSpec | None,
+    code: str,
+    *,
+    now: int,
+    status_ref: str | None = None,
+) -> ResultPackage:
+    """Project an error of the catalog, observed at `now`; `ResultContractError` when it cannot be (section 11).
+
+    `spec` is None exactly for a tool that is not registered.
+    """
+    call = _package_call(principal, call, spec)
+    if type(code) is not str or code not in ERROR_CATALOG:
+        raise ResultContractError("code: wanted a code of ERROR_CATALOG")
+    if not _is_time(now):
+        raise ResultContractError(f"now: wanted an int of seconds from 0 to {MAX_PORTABLE_UNIX_SECONDS}")
+    request_sha256 = request_digest(principal, call, spec)
+    errors = _impossible(principal, call, spec, code, "fresh", status_ref, request_sha256, None)
+    if errors:
+        raise ResultContractError("; ".join(errors))
+    return _failure(principal, call, spec, code, _timestamp(now), status_ref, request_sha256)
+
+
+def _package_call(principal: Principal, call: ToolCall, spec: object) -> ToolCall:
+    try:
+        _check_host(principal, call)
+    except HostContextError as error:
+        raise ResultContractError(str(error)) from None
+    if spec is not None and type(spec) is not ToolSpec:
+        raise ResultContractError("spec: wanted a ToolSpec, or None for a tool that is not registered")
+    return _rebound(call)
+
+
+def _impossible(
+    principal: Principal,
+    call: ToolCall,
+    spec: ToolSpec | None,
+    code: str | None,
+    delivery: object,
+    status_ref: object,
+    request_sha256: str,
+    result: HandlerResult | None,
+) -> list[str]:
+    """What no gate can give: wrong tool, a write's answer on a read, a reference that is missing or another's.
+
+    `code` is None for a success, whose `result` is then given.
+    """
+    errors: list[str] = []
+    if spec is None:
+        if code not in ("UNKNOWN_TOOL", "CALL_ID_CONFLICT"):
+            errors.append("spec: wanted a ToolSpec, for every answer about a registered tool")
+    elif spec.name != call.name:
+        errors.append("spec: wanted the ToolSpec of the call's own tool")
+    elif code == "UNKNOWN_TOOL":
+        errors.append("error.code: the tool is registered")
+    write = spec is not None and spec.effect == "write"
+    if type(delivery) is not str or delivery not in _DELIVERIES:
+        errors.append(f"execution.delivery: wanted one of {', '.join(_DELIVERIES)}")
+    elif delivery != "fresh" and (code is not None or not write):
+        errors.append("execution.delivery: wanted fresh, for an error or a read")
+    elif delivery == "receipt_reconciled" and (result is None or result.receipt_id is None):
+        errors.append("downstream.receipt_id: wanted the receipt that reconciled")
+    if code in _WRITE_ONLY_CODES and not write:
+        errors.append("error.code: only a write can end so")
+    if code is None and spec is not None and _input_errors(spec, call.arguments):
+        errors.append("data: wanted no success for arguments that break the input contract")
+    needed = write and (code is None or code in ("OUTCOME_UNKNOWN", "OUTPUT_CONTRACT_VIOLATION"))
+    allowed = needed or (write and code in _NOT_STARTED_CODES)
+    key = call.context.idempotency_key
+    if status_ref is None:
+        if needed:
+            errors.append("downstream.status_ref: wanted the operation's reference")
+    elif not allowed:
+        errors.append("downstream.status_ref: wanted null, for a refusal, a conflict or a read")
+    elif key is None or not _same(status_ref, _status_ref(_scope(principal, call, key), request_sha256)):
+        errors.append("downstream.status_ref: wanted the reference of this call's own operation")
+    return errors
+
+
+def _input_errors(spec: ToolSpec, arguments: JsonObject | None) -> list[str]:
+    errors: list[str] = []
+    _check_fields(spec.arguments, cast("JsonObject", arguments), "arguments", {}, errors)
+    return errors
+
+
+def _scope(principal: Principal, call: ToolCall, key: str) -> Scope:
+    return (principal.tenant_id, principal.subject_id, call.name, key)
+
+
+def _success(
+    principal: Principal,
+    call: ToolCall,
+    spec: ToolSpec,
+    result: HandlerResult,
+    delivery: Delivery,
+    status_ref: str | None,
+    request_sha256: str,
+) -> ResultPackage:
+    """`result` is a snapshot of its own: the package takes its data over."""
+    model_result: ModelResult = {
+        "schema_version": MODEL_RESULT_SCHEMA_VERSION,
+        "status": "succeeded",
+        "data": result.data,
+        "error": None,
+        "execution": {"outcome": "committed", "delivery": delivery, "complete": True, "truncated": False},
+        "provenance": {
+            "source_label": spec.source_label,
+            "producer_revision": spec.producer_revision,
+            "resource_revision": result.resource_revision,
+            "observed_at": result.observed_at,
+            "trust": "untrusted_data",
+        },
+    }
+    downstream: Downstream = {
+        "request_id": result.request_id,
+        "receipt_id": result.receipt_id,
+        "status_ref": status_ref,
+    }
+    return _package(principal, call, spec, model_result, downstream, request_sha256)
+
+
+def _failure(
+    principal: Principal,
+    call: ToolCall,
+    spec: ToolSpec | None,
+    code: str,
+    observed_at: str,
+    status_ref: str | None,
+    request_sha256: str,
+) -> ResultPackage:
+    policy = ERROR_CATALOG[code]
+    model_result: ModelResult = {
+        "schema_version": MODEL_RESULT_SCHEMA_VERSION,
+        "status": "unknown" if policy.outcome == "unknown" else "failed",
+        "data": None,
+        "error": {
+            "code": code,
+            "category": policy.category,
+            "safe_message": policy.safe_message,
+            "recovery": policy.recovery,
+            "retry_after_ms": policy.retry_after_ms,
+        },
+        "execution": {"outcome": policy.outcome, "delivery": "fresh", "complete": True, "truncated": False},
+        "provenance": {
+            "source_label": DISPATCHER_SOURCE_LABEL,
+            "producer_revision": DISPATCHER_REVISION,
+            "resource_revision": None,
+            "observed_at": observed_at,
+            "trust": "trusted_control",
+        },
+    }
+    downstream: Downstream = {"request_id": None, "receipt_id": None, "status_ref": status_ref}
+    return _package(principal, call, spec, model_result, downstream, request_sha256)
+
+
+def _package(
+    principal: Principal,
+    call: ToolCall,
+    spec: ToolSpec | None,
+    model_result: ModelResult,
+    downstream: Downstream,
+    request_sha256: str,
+) -> ResultPackage:
+    """The one place that puts a package together and ties it with its digests."""
+    context = call.context
+    result_sha256 = _sha256(_canonical(cast("JsonObject", model_result)))
+    return {
+        "model_result": model_result,
+        "protected_audit": {
+            "schema_version": AUDIT_SCHEMA_VERSION,
+            "visibility": "protected_audit",
+            "operation_id": context.operation_id,
+            "principal_ref": _principal_ref(principal),
+            "provider_context": {
+                "provider": context.provider,
+                "api_family": context.api_family,
+                "response_id": context.response_id,
+                "call_id": context.call_id,
+                "adapter_revision": context.adapter_revision,
+            },
+            "tool_contract": _tool_contract(call, spec),
+            "binding": {
+                "request_sha256": request_sha256,
+                "result_sha256": result_sha256,
+                "call_binding_sha256": call_binding_digest(
+                    principal, call, spec, request_sha256, result_sha256, downstream
+                ),
+            },
+            "downstream": downstream,
+            "redactions": [],
+        },
+    }
+
+
+# The fields of each object in a package, by their TypedDict: one list of names serves types and checks.
+_PACKAGE_OBJECTS: Final[Mapping[tuple[str, ...], Set[str]]] = MappingProxyType(
+    {
+        (): ResultPackage.__annotations__.keys(),
+        ("model_result",): ModelResult.__annotations__.keys(),
+        ("model_result", "execution"): Execution.__annotations__.keys(),
+        ("model_result", "provenance"): Provenance.__annotations__.keys(),
+        ("protected_audit",): ProtectedAudit.__annotations__.keys(),
+        ("protected_audit", "provider_context"): ProviderContext.__annotations__.keys(),
+        ("protected_audit", "tool_contract"): ToolContract.__annotations__.keys(),
+        ("protected_audit", "binding"): Binding.__annotations__.keys(),
+        ("protected_audit", "downstream"): Downstream.__annotations__.keys(),
+    }
+)
+
+
+def validate_result(principal: Principal, call: ToolCall, spec: ToolSpec | None, package: object) -> list[str]:
+    """Every way in which `package` is not what this principal, call and contract can give (section 13).
+
+    Whatever is in the package, the answer is a list of errors, empty for a good one; nothing is raised. The check
+    rebuilds the one package that may stand there, digests and all, and reports every difference: well-formed is not
+    enough, and no field can be forgotten.
+    """
+    try:
+        call = _package_call(principal, call, spec)
+    except ResultContractError as error:
+        return [str(error)]
+    errors: list[str] = []
+    if not _has_package_shape(package, errors):
+        return _bounded(errors)
+    seen = cast("ResultPackage", package)
+    wanted = _rebuilt(principal, call, spec, seen, errors)
+    if wanted is not None:
+        _differences(cast("JsonObject", wanted), cast("JsonObject", seen), "$", errors)
+    return _bounded(errors)
+
+
+def _has_package_shape(package: object, errors: list[str]) -> bool:
+    for steps, names in _PACKAGE_OBJECTS.items():
+        value: Any = package
+        for step in steps:
+            value = value[step]
+        if not _exact_fields(value, names, ".".join(("$", *steps)), errors):
+            return False  # an object that is wrong is not looked into
+    return True
+
+
+def _rebuilt(
+    principal: Principal, call: ToolCall, spec: ToolSpec | None, seen: ResultPackage, errors: list[str]
+) -> ResultPackage | None:
+    """The one package that may stand where `seen` stands, from the few parts that a handler or the clock decides."""
+    model_result, downstream = seen["model_result"], seen["protected_audit"]["downstream"]
+    provenance, delivery = model_result["provenance"], model_result["execution"]["delivery"]
+    status_ref = downstream["status_ref"]
+    request_sha256 = request_digest(principal, call, spec)
+    body: object = model_result["error"]
+    if body is None:
+        if spec is None:
+            errors.append("$.model_result.status: wanted an error, for a tool that is not registered")
+            return None
+        result = HandlerResult(
+            cast("JsonObject", model_result["data"]),
+            spec.producer_revision,
+            provenance["resource_revision"],
+            provenance["observed_at"],
+            downstream["request_id"],
+            downstream["receipt_id"],
+        )
+        checked, output_errors = _checked_output(spec, call.arguments, result)
+        errors += [f"$.model_result: {error}" for error in output_errors]
+        errors += _impossible(principal, call, spec, None, delivery, status_ref, request_sha256, result)
+        if checked is None or errors:
+            return None
+        return _success(principal, call, spec, checked, delivery, status_ref, request_sha256)
+    if not _exact_fields(body, ErrorBody.__annotations__.keys(), "$.model_result.error", errors):
+        return None
+    code: object = cast("ErrorBody", body)["code"]
+    if type(code) is not str or code not in ERROR_CATALOG:
+        errors.append("$.model_result.error.code: wanted a code of the catalog")
+        return None
+    if not _is_timestamp(provenance["observed_at"]):
+        errors.append("$.model_result.provenance.observed_at: wanted an existing UTC time as YYYY-MM-DDTHH:MM:SSZ")
+    errors += _impossible(principal, call, spec, code, delivery, status_ref, request_sha256, None)
+    if errors:
+        return None
+    return _failure(principal, call, spec, code, provenance["observed_at"], status_ref, request_sha256)
+
+
+def _differences(wanted: JsonObject, seen: JsonObject, path: str, errors: list[str]) -> None:
+    """Type-exact. The objects of a package have their exact fields by now; `data` is compared as a whole."""
+    for name, value in wanted.items():
+        if isinstance(value, dict) and name != "data" and isinstance(seen[name], dict):
+            _differences(value, cast("JsonObject", seen[name]), f"{path}.{name}", errors)
+        elif not _same(value, seen[name]):
+            errors.append(f"{path}.{name}: not what this principal, call and contract give")
+
+
+CallKey: TypeAlias = tuple[str, str, str, str]  # provider, api_family, response_id, call_id
+
+
+def validate_result_set(
+    principal: Principal,
+    calls: Sequence[ToolCall],
+    registry: Mapping[str, ToolSpec],
+    packages: Sequence[object],
+) -> list[str]:
+    """Check the answers to several calls, in any order: each call has one package, and it is its own (section 13).
+
+    Linear in the number of calls; never raises for anything in `packages`.
+    """
+    if not isinstance(packages, list | tuple):
+        return ["packages: wanted a list"]
+    errors: list[str] = []
+    open_calls: dict[CallKey, tuple[int, ToolCall]] = {}
+    for index, call in enumerate(calls):
+        try:
+            _check_host(principal, call)
+        except HostContextError as error:
+            errors.append(f"calls[{index}]: {error}")
+            continue
+        context = call.context
+        key = (context.provider, context.api_family, context.response_id, context.call_id)
+        if key in open_calls:
+            errors.append(f"calls[{index}]: the same provider call as calls[{open_calls[key][0]}]")
+        else:
+            open_calls[key] = (index, call)
+    answered: dict[CallKey, int] = {}
+    for index, package in enumerate(packages):
+        where = f"packages[{index}]"
+        found = _call_key(package)
+        if found is None:
+            errors.append(f"{where}: wanted a package with a provider context")
+        elif found in answered:
+            errors.append(f"{where}: a second answer to the call of packages[{answered[found]}]")
+        elif found not in open_calls:
+            errors.append(f"{where}: answers none of the calls")
+        else:
+            answered[found] = index
+            call = open_calls[found][1]
+            errors += [f"{where}: {text}" for text in validate_result(principal, call, registry.get(call.name), package)]
+    errors += [f"calls[{index}]: no answer" for key, (index, _) in open_calls.items() if key not in answered]
+    return errors
+
+
+def _call_key(package: object) -> CallKey | None:
+    """Which call a package says it answers, or None when it says nothing readable."""
+    errors: list[str] = []
+    if not _has_package_shape(package, errors):
+        return None
+    context = cast("ResultPackage", package)["protected_audit"]["provider_context"]
+    key = (context["provider"], context["api_family"], context["response_id"], context["call_id"])
+    return key if all(map(_is_identifier, key)) else None
+
+
+# ==== 9. Ledger (section 9) ===========================================================================================
+
+CallIdentity: TypeAlias = tuple[str, str, str, str, str, str]  # tenant, subject, provider, api_family, response, call
+
+
+@dataclass(frozen=True, slots=True)
+class OperationRecord:
+    """One reservation of a scope: enough to tell whether a call means the same operation, and what became of it.
+
+    `profile` is (provider, api_family, adapter_revision); `revisions` are those of output, effect, handler and producer;
+    `reserved_at` is in Unix seconds; `token` tells reservations of one scope apart. `result` is there when succeeded,
+    `code` when not started.
+    """
+
+    scope: Scope
+    request_sha256: str
+    profile: tuple[str, str, str]
+    revisions: tuple[str, str, str, str]
+    status_ref: str
+    reserved_at: int
+    token: str
+    state: OperationState = "pending"
+    result: HandlerResult | None = None
+    code: str | None = None
+
+
+class Ledger(Protocol):
+    """All idempotency state. Any object with these six operations takes the place of `MemoryLedger`.
+
+    Each must be atomic and, once it has returned, as durable as the host needs: `reserve` is what stops a second
+    execution, and it does so only if no other process can see the scope free after it returned None. A ledger that
+    cannot take new work raises `LedgerCapacityError` from `bind_call` or `reserve`; it never drops a record.
+    """
+
+    def bind_call(self, identity: CallIdentity, fingerprint: str, *, now: int) -> bool:
+        """Bind a provider call to what it stands for; False when it is bound to another fingerprint already."""
+
+    def find(self, scope: Scope) -> OperationRecord | None:
+        """The latest record of a scope, in whatever state."""
+
+    def find_by_status_ref(self, status_ref: str) -> OperationRecord | None:
+        """The latest record with this reference; a released one still answers."""
+
+    def reserve(self, record: OperationRecord) -> OperationRecord | None:
+        """Insert a pending record and return None, or return the pending or succeeded one that holds the scope."""
+
+    def complete(self, record: OperationRecord, result: HandlerResult) -> OperationRecord:
+        """Set to succeeded if this very reservation is still pending; return what is recorded now."""
+
+    def release(self, record: OperationRecord, code: str) -> OperationRecord:
+        """Set to not started if this very reservation is still pending: the scope is free; return what is recorded."""
+
+
+class MemoryLedger:
+    """The ledger of one process: thread-safe, bounded, gone with the process.
+
+    It holds at most `MAX_LEDGER_ENTRIES` operations and, counted apart, as many call identities. Full, it refuses new
+    ones with `LedgerCapacityError`; dropping a record to make room would permit a second execution.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()  # held for dictionary work only, never while anybody's code runs
+        self._calls: dict[CallIdentity, tuple[str, int]] = {}  # -> fingerprint, bound at; never changed once there
+        self._by_scope: dict[Scope, OperationRecord] = {}  # the latest reservation of each scope
+        self._by_ref: dict[str, OperationRecord] = {}  # all of those, and released ones that another intent replaced
+
+    def bind_call(self, identity: CallIdentity, fingerprint: str, *, now: int) -> bool:
+        with self._lock:
+            bound = self._calls.get(identity)
+            if bound is None:
+                if len(self._calls) >= MAX_LEDGER_ENTRIES:
+                    raise LedgerCapacityError(f"the ledger holds {MAX_LEDGER_ENTRIES} call identities")
+                self._calls[identity] = bound = (fingerprint, now)
+            return bound[0] == fingerprint
+
+    def find(self, scope: Scope) -> OperationRecord | None:
+        with self._lock:
+            return self._by_scope.get(scope)
+
+    def find_by_status_ref(self, status_ref: str) -> OperationRecord | None:
+        with self._lock:
+            return self._by_ref.get(status_ref)
+
+    def reserve(self, record: OperationRecord) -> OperationRecord | None:
+        with self._lock:
+            current = self._by_scope.get(record.scope)
+            if current is not None and current.state != "not_started":
+                return current
+            if record.status_ref not in self._by_ref and len(self._by_ref) >= MAX_LEDGER_ENTRIES:
+                raise LedgerCapacityError(f"the ledger holds {MAX_LEDGER_ENTRIES} operations")
+            self._put(record)
+            return None
+
+    def complete(self, record: OperationRecord, result: HandlerResult) -> OperationRecord:
+        return self._settle(record, replace(record, state="succeeded", result=result))
+
+    def release(self, record: OperationRecord, code: str) -> OperationRecord:
+        return self._settle(record, replace(record, state="not_started", code=code))
+
+    def _settle(self, record: OperationRecord, settled: OperationRecord) -> OperationRecord:
+        with self._lock:
+            current = self._by_scope.get(record.scope)
+            if current is None:
+                raise LedgerStateError("this scope was never reserved")
+            if current.state != "pending" or current.token != record.token:
+                return current
+            self._put(settled)
+            return settled
+
+    def _put(self, record: OperationRecord) -> None:
+        self._by_scope[record.scope] = record
+        self._by_ref[record.status_ref] = record
+
+    def forget(self, before: int) -> int:
+        """Drop what was reserved or bound earlier than `before` (Unix seconds), but never a pending operation.
+
+        The host's retention decision: a forgotten key can be executed again. Returns how many operations went.
+        """
+        with self._lock:
+            kept = {
+                ref: record
+                for ref, record in self._by_ref.items()
+                if record.state == "pending" or record.reserved_at >= before
+            }
+            forgotten = len(self._by_ref) - len(kept)
+            self._by_ref = kept
+            self._by_scope = {scope: record for scope, record in self._by_scope.items() if record.status_ref in kept}
+            self._calls = {identity: bound for identity, bound in self._calls.items() if bound[1] >= before}
+            return forgotten
+
+
+# ==== 10. Dispatcher (sections 7 and 10) ==============================================================================
+
+Trace: TypeAlias = list[tuple[str, str]]
+
+
+class Dispatcher:
+    """The gates. It knows no tool: what it dispatches is what it was built with."""
+
+    def __init__(
+        self, tools: Iterable[ToolSpec], *, ledger: Ledger | None = None, approvers: Iterable[str] = frozenset()
+    ) -> None:
+        """`tools` are the registry, `approvers` the allowlist of human approvers; `ToolContractError` if unusable."""
+        registry: dict[str, ToolSpec] = {}
+        if isinstance(tools, ToolSpec) or not isinstance(tools, Iterable):
+            raise ToolContractError("tools: wanted an iterable of ToolSpec")
+        for spec in tools:
+            _check_spec(spec)
+            if spec.name in registry:
+                raise ToolContractError(f"{spec.name}: the name is taken twice")
+            registry[spec.name] = spec
+        if isinstance(approvers, str | bytes) or not isinstance(approvers, Iterable):
+            raise ToolContractError("approvers: wanted a set of identifiers, not one string")
+        allowed = tuple(approvers)
+        if not all(map(_is_identifier, allowed)):
+            raise ToolContractError(f"approvers: {_IDENTIFIER_WANTED}, each")
+        self.registry: Mapping[str, ToolSpec] = MappingProxyType(registry)
+        self._ledger: Ledger = MemoryLedger() if ledger is None else ledger
+        self._approvers = frozenset(allowed)
+        self._reservations = count(1)  # tells reservations of one call apart
+
+    def dispatch(
+        self,
+        principal: Principal,
+        call: ToolCall,
+        *,
+        approvals: Sequence[Approval] = (),
+        now: int,
+        deadline: int | None = None,
+        trace: Trace | None = None,
+    ) -> ResultPackage:
+        """Take one call through the gates of section 7, in their order, to its result package.
+
+        `now` and `deadline` are in Unix seconds; `trace`, a list, gets one `(gate, verdict)` pair a gate, with no
+        business data. `HostContextError` for a mistake of the host, `LedgerCapacityError` when the ledger is full; both
+        before anything ran. A `KeyboardInterrupt` or `SystemExit` passes through and leaves a write pending.
+        """
+        run = _Passage(self, principal, call, now, trace)
+        try:
+            approvals = run.context(approvals, deadline)  # 1
+            run.call_identity("dispatch")  # 2
+            spec = run.registry()  # 3
+            run.input(spec)  # 4
+            run.authorization(spec)  # 5
+            mine = None  # a read reserves nothing
+            if spec.effect == "write":
+                run.idempotency_key()  # 6
+                mine = run.idempotency(spec)  # 7
+                run.business_state(spec)  # 8
+                run.approval(spec, approvals)  # 9
+            run.deadline(deadline)  # 10
+            reserved = run.reservation(spec, mine)  # 11
+            returned = run.handler(spec, reserved)  # 12
+            result = run.output(spec, reserved, returned)  # 13
+            return run.record(spec, reserved, result, "fresh")  # 14
+        except _Stop as stop:
+            return stop.package
+
+    def query_operation_status(
+        self,
+        principal: Principal,
+        call: ToolCall,
+        *,
+        status_ref: str,
+        expected_request_sha256: str,
+        now: int,
+        trace: Trace | None = None,
+    ) -> ResultPackage:
+        """Find out what became of an operation, through the gates of section 10. It never runs the handler.
+
+        `status_ref` and `expected_request_sha256` come from the audit record of the call in question; this `call` has
+        the same arguments and key and a provider call identity of its own. `HostContextError` as in `dispatch`.
+        """
+        run = _Passage(self, principal, call, now, trace)
+        try:
+            run.context((), None, status_ref, expected_request_sha256)
+            run.call_identity("query_status")
+            spec = run.registry()
+            run.input(spec)
+            run.authorization(spec)
+            record = run.status_reference(status_ref)
+            run.operation(spec, record, expected_request_sha256)
+            result = run.receipt(spec, record)
+            return run.record(spec, record, result, "receipt_reconciled")
+        except _Stop as stop:
+            return stop.package
+
+
+class _Stop(Exception):  # noqa: N818 - not an error: a gate has the answer
+    def __init__(self, package: ResultPackage) -> None:
+        self.package = package
+
+
+class _Passage:
+    """One call on its way through the gates, one method a gate: it returns what later gates need, or raises `_Stop`."""
+
+    def __init__(
+        self, dispatcher: Dispatcher, principal: Principal, call: ToolCall, now: int, trace: Trace | None
+    ) -> None:
+        self._host = dispatcher
+        self._ledger = dispatcher._ledger
+        self._principal = principal
+        self._call = call
+        self._now = now
+        self._trace = trace
+        self._spec: ToolSpec | None = None
+        self._request_sha256 = ""
+        self._full: LedgerCapacityError | None = None  # set when the call identity could not be bound
+
+    # How a gate ends.
+
+    def _passed(self, gate: str) -> None:
+        if self._trace is not None:
+            self._trace.append((gate, "pass"))
+
+    def _stopped(self, gate: str, code: str, status_ref: str | None = None) -> _Stop:
+        if self._trace is not None:
+            self._trace.append((gate, code))
+        at = _timestamp(self._now)
+        return _Stop(_failure(self._principal, self._call, self._spec, code, at, status_ref, self._request_sha256))
+
+    def _answered(
+        self, gate: str, spec: ToolSpec, result: HandlerResult, delivery: Delivery, status_ref: str | None
+    ) -> ResultPackage:
+        if self._trace is not None:
+            self._trace.append((gate, f"OK {delivery}"))
+        return _success(self._principal, self._call, spec, result, delivery, status_ref, self._request_sha256)
+
+    # Gates of both entry points.
+
+    def context(
+        self,
+        approvals: Sequence[Approval],
+        deadline: int | None,
+        status_ref: str = "status_" + "0" * 32,
+        expected_request_sha256: str = "0" * 64,
+    ) -> Sequence[Approval]:
+        """The host's own part. Only here is anything raised to the host, and nothing has run yet."""
+        if self._trace is not None and not isinstance(self._trace, list):
+            raise HostContextError("trace: wanted a list or None")
+        validate_host_context(self._principal, self._call, now=self._now)
+        if deadline is not None and not _is_time(deadline):
+            raise HostContextError(f"deadline: wanted None or an int of seconds up to {MAX_PORTABLE_UNIX_SECONDS}")
+        if not isinstance(approvals, Sequence) or isinstance(approvals, str | bytes):
+            raise HostContextError("approvals: wanted a sequence of Approval")
+        if type(status_ref) is not str or not _STATUS_REF.fullmatch(status_ref):
+            raise HostContextError("status_ref: wanted 'status_' and 32 lowercase hex characters")
+        if type(expected_request_sha256) is not str or not _SHA256.fullmatch(expected_request_sha256):
+            raise HostContextError("expected_request_sha256: wanted 64 lowercase hex characters")
+        self._call = _rebound(self._call)
+        self._passed("context")
+        return tuple(approvals)
+
+    def call_identity(self, purpose: Purpose) -> None:
+        """One provider call stands for one request, valid or not, and for one purpose."""
+        principal, context = self._principal, self._call.context
+        self._spec = self._host.registry.get(self._call.name)
+        self._request_sha256 = request_digest(principal, self._call, self._spec)
+        identity = (
+            principal.tenant_id,
+            principal.subject_id,
+            context.provider,
+            context.api_family,
+            context.response_id,
+            context.call_id,
+        )
+        fingerprint = _fingerprint(context, self._request_sha256, purpose)
+        try:
+            bound = self._ledger.bind_call(identity, fingerprint, now=self._now)
+        except LedgerCapacityError as full:
+            # A full ledger must still answer about the operations it has (section 9). The identity stays unbound, so
+            # `reservation` refuses whatever would run a handler.
+            self._full, bound = full, True
+        if bound is not True:
+            raise self._stopped("call_identity", "CALL_ID_CONFLICT")
+        self._passed("call_identity")
+
+    def registry(self) -> ToolSpec:
+        if self._spec is None:
+            raise self._stopped("registry", "UNKNOWN_TOOL")
+        self._passed("registry")
+        return self._spec
+
+    def input(self, spec: ToolSpec) -> None:
+        if _input_errors(spec, self._call.arguments):
+            raise self._stopped("input", "INVALID_ARGUMENTS")
+        self._passed("input")
+
+    def authorization(self, spec: ToolSpec) -> None:
+        if not self._says_true(spec.authorize):
+            raise self._stopped("authorization", "NOT_FOUND")
+        self._passed("authorization")
+
+    def _says_true(self, rule: Callable[[Principal, JsonObject], bool]) -> bool:
+        try:
+            return rule(self._principal, self._arguments()) is True
+        except Exception:  # noqa: BLE001 - a rule that fails has not said yes
+            return False
+
+    def _arguments(self) -> JsonObject:
+        """A fresh copy for each callback. From gate 4 on they are an object."""
+        return cast("JsonObject", self._call.arguments)
+
+    # What is known about an operation: shared by gates 7 and 11 and by the query.
+
+    def _operation(self, spec: ToolSpec) -> OperationRecord:
+        """The pending record that this call would reserve: what every record on file is compared with."""
+        context = self._call.context
+        scope = _scope(self._principal, self._call, cast("str", context.idempotency_key))
+        return OperationRecord(
+            scope=scope,
+            request_sha256=self._request_sha256,
+            profile=(context.provider, context.api_family, context.adapter_revision),
+            revisions=(
+                spec.output_schema_revision,
+                spec.effect_revision,
+                spec.handler_revision,
+                spec.producer_revision,
+            ),
+            status_ref=_status_ref(scope, self._request_sha256),
+            reserved_at=self._now,
+            token="",
+        )
+
+    def _answer_from(self, gate: str, spec: ToolSpec, record: OperationRecord | None, mine: OperationRecord) -> None:
+        """Stop with what a pending or succeeded record says; a free key passes."""
+        if record is None or record.state == "not_started":
+            return
+        if not _same_operation(record, mine):
+            raise self._stopped(gate, "IDEMPOTENCY_CONFLICT")
+        if record.state != "succeeded":
+            raise self._stopped(gate, "OUTCOME_UNKNOWN", mine.status_ref)
+        raise _Stop(self._replay(gate, spec, record))
+
+    def _replay(self, gate: str, spec: ToolSpec, record: OperationRecord) -> ResultPackage:
+        """The recorded result, by today's output contract, as a copy that shares nothing with the record."""
+        result, _ = _checked_output(spec, self._call.arguments, record.result)
+        if result is None:
+            raise self._stopped(gate, "OUTPUT_CONTRACT_VIOLATION", record.status_ref)
+        return self._answered(gate, spec, result, "local_replay", record.status_ref)
+
+    # Gates of `dispatch`.
+
+    def idempotency_key(self) -> None:
+        if self._call.context.idempotency_key is None:
+            raise self._stopped("idempotency_key", "IDEMPOTENCY_KEY_REQUIRED")
+        self._passed("idempotency_key")
+
+    def idempotency(self, spec: ToolSpec) -> OperationRecord:
+        mine = self._operation(spec)
+        self._answer_from("idempotency", spec, self._ledger.find(mine.scope), mine)
+        self._passed("idempotency")
+        return mine
+
+    def business_state(self, spec: ToolSpec) -> None:
+        if spec.business_rule is not None and not self._says_true(spec.business_rule):
+            raise self._stopped("business_state", "BUSINESS_RULE_VIOLATION")
+        self._passed("business_state")
+
+    def approval(self, spec: ToolSpec, approvals: Sequence[object]) -> None:
+        if not approvals:
+            raise self._stopped("approval", "APPROVAL_REQUIRED")
+        allowed, now = self._host._approvers, self._now
+        if not any(
+            _approval_holds(approval, self._principal, self._call, spec, self._request_sha256, allowed, now)
+            for approval in approvals
+        ):
+            raise self._stopped("approval", "APPROVAL_INVALID")
+        self._passed("approval")
+
+    def deadline(self, deadline: int | None) -> None:
+        if deadline is not None and self._now >= deadline:
+            raise self._stopped("deadline", "TIMEOUT_BEFORE_EXECUTE")
+        self._passed("deadline")
+
+    def reservation(self, spec: ToolSpec, mine: OperationRecord | None) -> OperationRecord | None:
+        """The scope of a write, reserved as pending before the handler; a read has none."""
+        if self._full is not None:
+            raise self._full
+        if mine is None:
+            return None
+        reserved = replace(mine, token=f"{next(self._host._reservations)}-{self._call.context.call_id}")
+        existing = self._ledger.reserve(reserved)
+        if existing is not None:
+            self._answer_from("reservation", spec, existing, reserved)
+            raise self._stopped("reservation", "OUTCOME_UNKNOWN", reserved.status_ref)
+        self._passed("reservation")
+        return reserved
+
+    def handler(self, spec: ToolSpec, reserved: OperationRecord | None) -> object:
+        invocation = Invocation(
+            principal=self._principal,
+            arguments=self._arguments(),
+            operation_id=self._call.context.operation_id,
+            idempotency_key=None if reserved is None else self._call.context.idempotency_key,
+            status_ref=None if reserved is None else reserved.status_ref,
+            request_sha256=self._request_sha256,
+            timeout_ms=spec.timeout_ms,
+            now=self._now,
+        )
+        try:
+            returned = spec.handler(invocation)
+        except Exception as error:  # noqa: BLE001 - whatever a handler raises ends here
+            _log_raised(spec.name)
+            code = _not_started_code(error)
+            if reserved is None:
+                raise self._stopped("handler", code or "TOOL_ERROR") from None
+            if code is None or not self._released(reserved, code):
+                code = "OUTCOME_UNKNOWN"
+            raise self._stopped("handler", code, reserved.status_ref) from None
+        self._passed("handler")
+        return returned
+
+    def _released(self, reserved: OperationRecord, code: str) -> bool:
+        try:
+            return self._ledger.release(reserved, code).state == "not_started"
+        except Exception:  # noqa: BLE001 - then the scope is still pending, and so is the answer
+            return False
+
+    def output(self, spec: ToolSpec, reserved: OperationRecord | None, returned: object) -> HandlerResult:
+        result, _ = _checked_output(spec, self._call.arguments, returned)
+        if result is None:
+            ref = None if reserved is None else reserved.status_ref
+            raise self._stopped("output", "OUTPUT_CONTRACT_VIOLATION", ref)
+        self._passed("output")
+        return result
+
+    # Gates of `query_operation_status`.
+
+    def status_reference(self, status_ref: str) -> OperationRecord:
+        record = self._ledger.find_by_status_ref(status_ref)
+        if record is None or record.scope[:2] != (self._principal.tenant_id, self._principal.subject_id):
+            raise self._stopped("status_reference", "NOT_FOUND")
+        self._passed("status_reference")
+        return record
+
+    def operation(self, spec: ToolSpec, record: OperationRecord, expected_request_sha256: str) -> None:
+        """The record means this very operation; one that is settled answers at once."""
+        if expected_request_sha256 != self._request_sha256 or not _same_operation(record, self._operation(spec)):
+            raise self._stopped("operation", "STATUS_CONFLICT")
+        if record.state == "succeeded":
+            raise _Stop(self._replay("operation", spec, record))
+        if record.state == "not_started" and record.code in _NOT_STARTED_CODES:
+            raise self._stopped("operation", record.code, record.status_ref)
+        self._passed("operation")
+
+    def receipt(self, spec: ToolSpec, record: OperationRecord) -> HandlerResult:
+        """The downstream's evidence, believed only as far as it fits the record and the output contract."""
+        query = ReceiptQuery(
+            principal=self._principal,
+            arguments=self._arguments(),
+            idempotency_key=record.scope[3],
+            status_ref=record.status_ref,
+            request_sha256=record.request_sha256,
+            now=self._now,
+        )
+        try:
+            receipt: object = None if spec.find_receipt is None else spec.find_receipt(query)
+        except Exception:  # noqa: BLE001 - no evidence either way
+            receipt = None
+        if receipt is None:
+            raise self._stopped("receipt", "OUTCOME_UNKNOWN", record.status_ref)
+        if (
+            type(receipt) is Receipt
+            and _same(receipt.status_ref, record.status_ref)
+            and _same(receipt.request_sha256, record.request_sha256)
+        ):
+            result, _ = _checked_output(spec, self._call.arguments, receipt.result)
+            if result is not None and result.receipt_id is not None:
+                self._passed("receipt")
+                return result
+        raise self._stopped("receipt", "STATUS_CONFLICT")
+
+    # The last gate of both.
+
+    def record(
+        self, spec: ToolSpec, reserved: OperationRecord | None, result: HandlerResult, delivery: Delivery
+    ) -> ResultPackage:
+        """Complete a write's reservation, then project. Whoever completes first decides what is shown."""
+        if reserved is None:
+            return self._answered("record", spec, result, delivery, None)
+        kept = replace(result, data=cast("JsonObject", json.loads(_ENCODE(result.data))))
+        try:
+            recorded = self._ledger.complete(reserved, kept)
+            succeeded = recorded.state == "succeeded"
+        except Exception:  # noqa: BLE001 - the handler has run: whatever the ledger says, the outcome is unknown
+            succeeded = False
+        if not succeeded:
+            raise self._stopped("record", "OUTCOME_UNKNOWN", reserved.status_ref)
+        if recorded.result is not kept and not _same_result(recorded.result, kept):
+            return self._replay("record", spec, recorded)
+        return self._answered("record", spec, result, delivery, reserved.status_ref)
+
+
+def _same_operation(record: OperationRecord, mine: OperationRecord) -> bool:
+    """The one comparison of a record with a call: scope, intent, profile, revisions, reference; no operation id."""
+    return (
+        record.scope == mine.scope
+        and record.request_sha256 == mine.request_sha256
+        and record.profile == mine.profile
+        and record.revisions == mine.revisions
+        and record.status_ref == mine.status_ref
+    )
+
+
+def _same_result(one: HandlerResult | None, other: HandlerResult) -> bool:
+    return type(one) is HandlerResult and all(
+        _same(getattr(one, name), getattr(other, name)) for name in HandlerResult.__dataclass_fields__
+    )
+
+
+def _not_started_code(error: Exception) -> str | None:
+    """The code by which a handler proved that nothing happened, or None."""
+    try:
+        code = error.code if isinstance(error, NotStarted) else None
+    except Exception:  # noqa: BLE001 - an exception class can be as hostile as its handler
+        return None
+    return code if type(code) is str and code in _NOT_STARTED_CODES else None
+
+
+def _log_raised(tool: str) -> None:
+    """What a handler raised is for the host's log and for nothing else; the package never carries it."""
+    import logging  # noqa: PLC0415 - loaded by the first exception: an eighth of the import time of this module
+
+    logger = logging.getLogger("tool_dispatcher")
+    if not logger.handlers:
+        logger.addHandler(logging.NullHandler())  # without a logging set-up, nothing is printed on the host's console
+    logger.warning("the handler of %s raised", tool, exc_info=True)
+
+
+# ==== 11. Provider adapters (section 14) ==============================================================================
+
+
+def to_openai_responses(principal: Principal, call: ToolCall, spec: ToolSpec | None, package: object) -> dict[str, Any]:
+    """A `function_call_output` item; `ResultContractError` unless the whole package holds for this call."""
+    text = _model_text(principal, call, spec, package, "openai", "responses")
+    return {"type": "function_call_output", "call_id": call.context.call_id, "output": text}
+
+
+def to_anthropic_messages(
+    principal: Principal, call: ToolCall, spec: ToolSpec | None, package: object
+) -> dict[str, Any]:
+    """A `tool_result` block; `ResultContractError` unless the whole package holds for this call."""
+    text = _model_text(principal, call, spec, package, "anthropic", "messages")
+    return {
+        "type": "tool_result",
+        "tool_use_id": call.context.call_id,
+        "content": [{"type": "text", "text": text}],
+        "is_error": cast("ResultPackage", package)["model_result"]["status"] != "succeeded",
+    }
+
+
+def to_gemini_interactions(
+    principal: Principal, call: ToolCall, spec: ToolSpec | None, package: object
+) -> dict[str, Any]:
+    """A follow-up interaction; `ResultContractError` unless the whole package holds for this call."""
+    text = _model_text(principal, call, spec, package, "google", "interactions")
+    return {
+        "previous_interaction_id": call.context.response_id,
+        "input": [
+            {
+                "type": "function_result",
+                "name": call.name,
+                "call_id": call.context.call_id,
+                "result": [{"type": "text", "text": text}],
+            }
+        ],
+    }
+
+
+_ADAPTERS: Final = MappingProxyType(
+    {
+        "openai": to_openai_responses,
+        "anthropic": to_anthropic_messages,
+        "google": to_gemini_interactions,
+    }
+)
+
+
+def to_provider_payload(principal: Principal, call: ToolCall, spec: ToolSpec | None, package: object) -> dict[str, Any]:
+    """The payload that fits `call.context.provider`; `ResultContractError` as in the adapter it chooses."""
+    _package_call(principal, call, spec)
+    return _ADAPTERS[call.context.provider](principal, call, spec, package)
+
+
+def _model_text(
+    principal: Principal, call: ToolCall, spec: ToolSpec | None, package: object, provider: str, api_family: str
+) -> str:
+    """The only way to a payload: profile and whole package checked, and only `model_result` comes out."""
+    call = _package_call(principal, call, spec)
+    if (call.context.provider, call.context.api_family) != (provider, api_family):
+        raise ResultContractError(f"call: wanted one of {provider} {api_family}")
+    errors = validate_result(principal, call, spec, package)
+    if errors:
+        raise ResultContractError("; ".join(errors[:10]))
+    return _canonical(cast("JsonObject", cast("ResultPackage", package)["model_result"]))
+
+
+# ==== 12. Mock shop (section 6) =======================================================================================
+
+
+@dataclass(slots=True)
+class Order:
+    """One order of the mock shop; `status` is `paid`, `pending` or `refunded`."""
+
+    tenant_id: str
+    owner_id: str
+    status: str
+    revision: str
+
+
+class MockShop:
+    """A downstream to dispatch to: orders, refund drafts (never a real refund), receipts, and one fault to inject.
+
+    It is not idempotent itself, on purpose: a second execution would show in `side_effect_count`.
+    """
+
+    FAILURES: Final = (
+        "none",
+        "timeout_before_execute",
+        "timeout_after_commit",
+        "timeout_after_commit_receipt_unavailable",
+        "rate_limit",
+        "tool_error",
+    )
+
+    def __init__(self) -> None:
+        self.orders = {
+            "ORDER-7": Order("tenant-a", "user-1", "paid", "order-7-r3"),
+            "ORDER-8": Order("tenant-a", "user-2", "paid", "order-8-r2"),
+            "ORDER-9": Order("tenant-b", "user-1", "paid", "order-9-r4"),
+        }
+        self._lock = threading.Lock()  # from the check of an order to the draft that depends on it
+        self._drafts = 0  # drafts really created
+        self._receipts: dict[str, Receipt] = {}  # by status reference, of drafts whose receipt can be asked for
+        self._failure = "none"  # of the next handler run
+
+    @property
+    def side_effect_count(self) -> int:
+        """How many drafts were really created."""
+        return self._drafts
+
+    def inject(self, failure: str) -> None:
+        """Let the next handler run fail in one of the ways of `FAILURES`; `ValueError` for another."""
+        if failure not in self.FAILURES:
+            raise ValueError(f"failure: wanted one of {', '.join(self.FAILURES)}")
+        self._failure = failure
+
+    def tools(self) -> tuple[ToolSpec, ToolSpec]:
+        """The two tools of the shop: `get_order`, a read, and `create_refund_draft`, a write."""
+        order_ref = FieldRule(str, min_length=1, max_length=64)
+        reason = FieldRule(str, enum=("duplicate", "damaged", "other"))
+        return (
+            ToolSpec(
+                name="get_order",
+                description="Look up one order by its reference.",
+                effect="read",
+                arguments={"order_ref": order_ref},
+                output={
+                    "order_ref": replace(order_ref, equals_argument="order_ref"),
+                    "status": FieldRule(str, enum=("paid", "pending", "refunded")),
+                },
+                input_schema_revision="get-order-input-v1",
+                output_schema_revision="get-order-output-v2",
+                effect_revision="read-order-v1",
+                handler_revision="get-order-handler-v2",
+                producer_revision="orders-mock-v2",
+                policy_revision="get-order-policy-v1",
+                source_label="orders",
+                authorize=self._may_see,
+                handler=self._get_order,
+                timeout_ms=500,
+                max_output_bytes=256,
+                max_output_depth=1,
+            ),
+            ToolSpec(
+                name="create_refund_draft",
+                description="Draft a refund for one paid order; a person decides whether it is made.",
+                effect="write",
+                arguments={"order_ref": order_ref, "reason": reason},
+                output={
+                    "draft_id": FieldRule(str, pattern=r"DRAFT-[1-9][0-9]*", max_length=64),
+                    "order_ref": replace(order_ref, equals_argument="order_ref"),
+                    "reason": replace(reason, equals_argument="reason"),
+                },
+                input_schema_revision="refund-draft-input-v1",
+                output_schema_revision="refund-draft-output-v2",
+                effect_revision="create-refund-draft-v1",
+                handler_revision="refund-draft-handler-v2",
+                producer_revision="refunds-mock-v2",
+                policy_revision="refund-draft-policy-v1",
+                source_label="refunds",
+                authorize=self._may_see,
+                handler=self._create_refund_draft,
+                business_rule=self._is_paid,
+                find_receipt=lambda query: self._receipts.get(query.status_ref),
+                timeout_ms=800,
+                max_output_bytes=384,
+                max_output_depth=1,
+            ),
+        )
+
+    def _may_see(self, principal: Principal, arguments: JsonObject) -> bool:
+        """Own tenant, and own order or `support_admin`. All else looks alike: it is not found."""
+        order = self.orders.get(cast("str", arguments["order_ref"]))
+        return (
+            order is not None
+            and order.tenant_id == principal.tenant_id
+            and (order.owner_id == principal.subject_id or "support_admin" in principal.roles)
+        )
+
+    def _is_paid(self, _principal: Principal, arguments: JsonObject) -> bool:
+        return self.orders[cast("str", arguments["order_ref"])].status == "paid"
+
+    def _get_order(self, invocation: Invocation) -> HandlerResult:
+        self._fail_before(self._next_failure())
+        order_ref = cast("str", invocation.arguments["order_ref"])
+        order = self.orders[order_ref]
+        return HandlerResult(
+            data={"order_ref": order_ref, "status": order.status},
+            producer_revision="orders-mock-v2",
+            resource_revision=order.revision,
+            observed_at=_timestamp(invocation.now),
+        )
+
+    def _create_refund_draft(self, invocation: Invocation) -> HandlerResult:
+        with self._lock:
+            failure = self._next_failure()
+            self._fail_before(failure)
+            # The gate saw the order paid; it may have changed since. The rule must hold where the change is made.
+            if not self._is_paid(invocation.principal, invocation.arguments):
+                raise NotStarted("BUSINESS_RULE_VIOLATION")
+            self._drafts += 1
+            number = self._drafts
+            result = HandlerResult(
+                data={"draft_id": f"DRAFT-{number}", **invocation.arguments},
+                producer_revision="refunds-mock-v2",
+                resource_revision=f"draft-{number}-r1",
+                observed_at=_timestamp(invocation.now),
+                request_id=f"refund-request-{number}",
+                receipt_id=f"refund-receipt-{number}",
+            )
+            status_ref = cast("str", invocation.status_ref)
+            if failure != "timeout_after_commit_receipt_unavailable":
+                self._receipts[status_ref] = Receipt(status_ref, invocation.request_sha256, result)
+            if failure.startswith("timeout_after_commit"):
+                raise TimeoutError("the answer of the refund service did not come in time")
+            return result
+
+    def _next_failure(self) -> str:
+        failure, self._failure = self._failure, "none"
+        return failure
+
+    def _fail_before(self, failure: str) -> None:
+        code = {
+            "timeout_before_execute": "TIMEOUT_BEFORE_EXECUTE",
+            "rate_limit": "RATE_LIMIT",
+            "tool_error": "TOOL_ERROR",
+        }.get(failure)
+        if code is not None:
+            raise NotStarted(code)
+
+
+def mock_dispatcher(shop: MockShop) -> Dispatcher:
+    """A dispatcher over the shop's two tools, with one approver, `human-reviewer-1` (section 6)."""
+    return Dispatcher(shop.tools(), approvers={_MOCK_APPROVER})
+
+
+_MOCK_APPROVER: Final = "human-reviewer-1"
+
+
+# ==== 13. Fixture (section 15) ========================================================================================
+
+Check: TypeAlias = tuple[Callable[[Any], bool], str]  # whether a value is right, and what was wanted
+
+
+def _one_of(*values: str) -> Check:
+    return (lambda value: type(value) is str and value in values), f"wanted one of {', '.join(values)}"
+
+
+def _is_object(value: object) -> bool:
+    return type(value) is dict
+
+
+_AN_IDENTIFIER: Final[Check] = (_is_identifier, _IDENTIFIER_WANTED)
+_AN_IDENTIFIER_OR_NULL: Final[Check] = (_is_optional_identifier, f"{_IDENTIFIER_WANTED}, or null")
+_AN_OBJECT: Final[Check] = (_is_object, "wanted an object")
+_A_LIST: Final[Check] = (lambda value: type(value) is list, "wanted an array")
+
+# One table an object of the format: its fields, and what each must be.
+_FIXTURE_FIELDS: Final[Mapping[str, Check]] = MappingProxyType(
+    {"schema_version": _one_of(FIXTURE_SCHEMA_VERSION), "contract": _AN_OBJECT, "cases": _A_LIST}
+)
+_CONTRACT_FIELDS: Final[Mapping[str, Check]] = MappingProxyType(
+    {"model_result": _one_of(MODEL_RESULT_SCHEMA_VERSION), "protected_audit": _one_of(AUDIT_SCHEMA_VERSION)}
+)
+_CASE_FIELDS: Final[Mapping[str, Check]] = MappingProxyType(
+    {"id": _AN_IDENTIFIER, "principal": _AN_OBJECT, "steps": _A_LIST}
+)
+_PRINCIPAL_FIELDS: Final[Mapping[str, Check]] = MappingProxyType(
+    {
+        "tenant_id": _AN_IDENTIFIER,
+        "subject_id": _AN_IDENTIFIER,
+        "roles": (lambda value: type(value) is list and _are_roles(value), _ROLES_WANTED),
+    }
+)
+_STEP_FIELDS: Final[Mapping[str, Check]] = MappingProxyType(
+    {
+        "step_id": _AN_IDENTIFIER,
+        "action": _one_of("dispatch", "query_status"),
+        "proposal": _AN_OBJECT,
+        "execution_context": _AN_OBJECT,
+        "approval": _one_of("none", "valid", "expired", "mismatched"),
+        "now": (
+            lambda value: _is_time(value) and _is_time(value + APPROVAL_TTL_SECONDS),
+            f"wanted an integer of seconds from 0 to {MAX_PORTABLE_UNIX_SECONDS - APPROVAL_TTL_SECONDS}",
+        ),
+        "failure": _one_of(*MockShop.FAILURES),
+        "status_ref_from": _AN_IDENTIFIER_OR_NULL,
+        "expected": _AN_OBJECT,
+    }
+)
+_PROPOSAL_FIELDS: Final[Mapping[str, Check]] = MappingProxyType({"name": _AN_IDENTIFIER, "arguments": _AN_OBJECT})
+_CONTEXT_FIELDS: Final[Mapping[str, Check]] = MappingProxyType(
+    {
+        "provider": _AN_IDENTIFIER,
+        "api_family": _AN_IDENTIFIER,
+        "response_id": _AN_IDENTIFIER,
+        "call_id": _AN_IDENTIFIER,
+        "operation_id": _AN_IDENTIFIER,
+        "idempotency_key": _AN_IDENTIFIER_OR_NULL,
+        "adapter_revision": _AN_IDENTIFIER,
+    }
+)
+_EXPECTED_FIELDS: Final[Mapping[str, Check]] = MappingProxyType(
+    {
+        "code": _one_of("OK", *ERROR_CATALOG),
+        "status": _one_of(*_STATUSES),
+        "outcome": _one_of(*_OUTCOMES),
+        "recovery": _one_of(*_RECOVERIES),
+        "delivery": _one_of(*_DELIVERIES),
+        "data": (lambda value: value is None or _is_object(value), "wanted an object or null"),
+        "side_effect_count": (lambda value: type(value) is int and value >= 0, "wanted an integer from 0"),
+    }
+)
+_WRITES: Final = frozenset(spec.name for spec in MockShop().tools() if spec.effect == "write")
+
+
+def _check_object(value: object, table: Mapping[str, Check], path: str, errors: list[str]) -> JsonObject:
+    """Exact fields, each by the table. What comes back holds only the fields that are right."""
+    _exact_fields(value, table.keys(), path, errors)
+    if type(value) is not dict or not set(map(type, value)) <= {str}:
+        return {}
+    right: JsonObject = {}
+    for name, (is_right, wanted) in table.items():
+        if name in value:
+            if is_right(value[name]):
+                right[name] = value[name]
+            else:
+                errors.append(f"{path}.{name}: {wanted}")
+    return right
+
+
+def validate_fixture(value: object) -> list[str]:
+    """All the ways in which `value` is no fixture of section 15, with JSON paths; bounded, and never raises."""
+    errors: list[str] = []
+    fixture = _check_object(value, _FIXTURE_FIELDS, "$", errors)
+    if "contract" in fixture:
+        _check_object(fixture["contract"], _CONTRACT_FIELDS, "$.contract", errors)
+    cases = cast("list[object]", fixture.get("cases", []))
+    if not 1 <= len(cases) <= MAX_CASES and "cases" in fixture:
+        errors.append(f"$.cases: wanted 1 to {MAX_CASES} cases")
+    ids: set[str] = set()
+    for index, case in enumerate(cases[:MAX_CASES]):
+        if len(errors) > _MAX_ERRORS:
+            break
+        _check_case(case, f"$.cases[{index}]", ids, errors)
+    if not errors:
+        # Each value is right by itself; what is left is what they are together: size and depth.
+        try:
+            _snapshot(value)
+        except PortableJsonError as error:
+            errors.append(str(error))
+    return _bounded(errors)
+
+
+def _check_unique(value: object, seen: set[str], path: str, errors: list[str]) -> None:
+    if isinstance(value, str):
+        if value in seen:
+            errors.append(f"{path}: wanted an id of its own")
+        seen.add(value)
+
+
+def _check_case(value: object, path: str, ids: set[str], errors: list[str]) -> None:
+    case = _check_object(value, _CASE_FIELDS, path, errors)
+    _check_unique(case.get("id"), ids, f"{path}.id", errors)
+    if "principal" in case:
+        _check_object(case["principal"], _PRINCIPAL_FIELDS, f"{path}.principal", errors)
+    steps = cast("list[object]", case.get("steps", []))
+    if not 1 <= len(steps) <= MAX_STEPS_PER_CASE and "steps" in case:
+        errors.append(f"{path}.steps: wanted 1 to {MAX_STEPS_PER_CASE} steps")
+    earlier: set[str] = set()
+    for index, step in enumerate(steps[:MAX_STEPS_PER_CASE]):
+        _check_step(step, f"{path}.steps[{index}]", earlier, errors)
+
+
+def _check_step(value: object, path: str, earlier: set[str], errors: list[str]) -> None:
+    step = _check_object(value, _STEP_FIELDS, path, errors)
+    proposal: JsonObject = {}
+    if "proposal" in step:
+        proposal = _check_object(step["proposal"], _PROPOSAL_FIELDS, f"{path}.proposal", errors)
+        _check_portable(proposal.get("arguments"), f"{path}.proposal.arguments", errors)
+    if "execution_context" in step:
+        where = f"{path}.execution_context"
+        context = _check_object(step["execution_context"], _CONTEXT_FIELDS, where, errors)
+        profile = (context.get("provider"), context.get("api_family"))
+        revision = context.get("adapter_revision")
+        if None not in (*profile, revision) and PROVIDER_PROFILES.get(cast("tuple[str, str]", profile)) != revision:
+            errors.append(f"{where}: wanted a provider, api_family and adapter_revision that go together")
+    if "expected" in step:
+        expected = _check_object(step["expected"], _EXPECTED_FIELDS, f"{path}.expected", errors)
+        _check_portable(expected.get("data"), f"{path}.expected.data", errors)
+        if expected.get("code") == "OK" and expected.get("recovery", "none") != "none":
+            errors.append(f"{path}.expected.recovery: wanted none for OK")
+    action, source = step.get("action"), step.get("status_ref_from")
+    if action == "dispatch" and source is not None:
+        errors.append(f"{path}.status_ref_from: wanted null for a dispatch")
+    if action == "query_status":
+        errors.extend(
+            f"{path}.{name}: wanted none for a query" for name in ("approval", "failure") if step.get(name) != "none"
+        )
+        if source not in earlier:
+            errors.append(f"{path}.status_ref_from: wanted the step_id of an earlier step of this case")
+    failure = step.get("failure", "none")
+    if str(failure).startswith("timeout_after_commit") and proposal.get("name", "") not in _WRITES:
+        errors.append(f"{path}.failure: wanted a write, which alone can commit")
+    _check_unique(step.get("step_id"), earlier, f"{path}.step_id", errors)
+
+
+def _check_portable(value: object, path: str, errors: list[str]) -> None:
+    try:
+        _snapshot(value, _MAX_PAYLOAD_DEPTH)
+    except PortableJsonError as error:
+        errors.append(f"{path}{error.path}: {error.wanted}")
+
+
+def load_fixture(path: str | os.PathLike[str]) -> JsonObject:
+    """Read, decode and check a fixture file; `FixtureIOError` or `FixtureError`, never with a local path in it."""
+    raw = _read_fixture(path)
+    try:
+        value = parse_json(raw)
+    except PortableJsonError as error:
+        raise FixtureError(str(error)) from None
+    _require_fixture(value)
+    return cast("JsonObject", value)
+
+
+def _require_fixture(value: object) -> None:
+    errors = validate_fixture(value)
+    if errors:
+        shown = errors[:15] if len(errors) <= 15 else [*errors[:15], f"... and {len(errors) - 15} more"]
+        raise FixtureError("\n".join(shown))
+
+
+def _read_fixture(path: str | os.PathLike[str]) -> bytes:
+    def without_waiting(name: str, flags: int) -> int:
+        return os.open(name, flags | getattr(os, "O_NONBLOCK", 0))  # a FIFO without a writer would block
+
+    try:
+        # No buffer, which would read ahead of the limit.
+        with open(os.fspath(path), "rb", buffering=0, opener=without_waiting) as file:
+            if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+                raise FixtureIOError("the fixture is not a regular file")
+            raw = b""
+            while len(raw) <= MAX_FIXTURE_BYTES and (part := file.read(MAX_FIXTURE_BYTES + 1 - len(raw))):
+                raw += part
+            return raw
+    except FileNotFoundError:
+        raise FixtureIOError("the fixture does not exist") from None
+    except IsADirectoryError:
+        raise FixtureIOError("the fixture is a directory, not a file") from None
+    except PermissionError:
+        raise FixtureIOError("the fixture cannot be read: no permission, or a directory") from None
+    except FixtureIOError:
+        raise
+    except (OSError, TypeError, ValueError):
+        raise FixtureIOError("the fixture cannot be read: wanted the path of a file") from None
+
+
+class Mismatch(TypedDict):
+    field: str
+    expected: JsonValue
+    actual: JsonValue
+
+
+class StepReport(TypedDict):
+    step_id: str
+    actual_code: str
+    status: Status
+    outcome: Outcome
+    recovery: Recovery
+    delivery: Delivery
+    side_effect_count: int
+    validation_errors: list[str]
+    mismatches: list[Mismatch]
+    passed: bool
+
+
+class CaseReport(TypedDict):
+    case_id: str
+    passed: bool
+    steps: list[StepReport]
+
+
+class FixtureReport(TypedDict):
+    schema_version: str
+    case_count: int
+    step_count: int
+    passed: bool
+    cases: list[CaseReport]
+
+
+def run_fixture(fixture: object, *, case_ids: Iterable[str] | None = None) -> FixtureReport:
+    """Run each case against a shop and dispatcher of its own and compare; `FixtureError` on an invalid fixture.
+
+    `case_ids` runs, and counts, only those cases; an unknown one is a `FixtureError` that lists the ids.
+    """
+    return _run_fixture(fixture, case_ids, lambda report, _trace, _package, _payload: report)
+
+
+# What becomes of one step's report: (report, trace, package, provider payload) -> the report as shown.
+Shown: TypeAlias = Callable[[StepReport, Trace, ResultPackage, "dict[str, Any] | None"], StepReport]
+
+
+def _run_fixture(fixture: object, case_ids: Iterable[str] | None, shown: Shown) -> FixtureReport:
+    _require_fixture(fixture)
+    cases = cast("list[dict[str, Any]]", cast("JsonObject", _snapshot(fixture))["cases"])
+    known = [case["id"] for case in cases]
+    wanted = known if case_ids is None else list(case_ids)
+    if not all(name in known for name in wanted):
+        listed = ", ".join(name if name.isascii() else _quoted(name) for name in known[:40])
+        more = f", and {len(known) - 40} more" if len(known) > 40 else ""
+        raise FixtureError(f"no such case; the cases are: {listed}{more}")
+    reports = [_run_case(case, f"$.cases[{i}]", shown) for i, case in enumerate(cases) if case["id"] in wanted]
+    return {
+        "schema_version": FIXTURE_SCHEMA_VERSION,
+        "case_count": len(reports),
+        "step_count": sum(len(report["steps"]) for report in reports),
+        "passed": all(report["passed"] for report in reports),
+        "cases": reports,
+    }
+
+
+def _run_case(case: dict[str, Any], path: str, shown: Shown) -> CaseReport:
+    shop = MockShop()
+    dispatcher = mock_dispatcher(shop)
+    who = case["principal"]
+    principal = Principal(who["tenant_id"], who["subject_id"], tuple(who["roles"]))
+    packages: dict[str, ResultPackage] = {}
+    reports: list[StepReport] = []
+    for index, step in enumerate(case["steps"]):
+        call = bind_tool_call(ModelProposal(**step["proposal"]), ExecutionContext(**step["execution_context"]))
+        spec = dispatcher.registry.get(call.name)
+        trace: Trace = []
+        shop.inject(step["failure"])
+        if step["action"] == "dispatch":
+            approvals = _step_approvals(principal, call, spec, step["approval"], step["now"])
+            package = dispatcher.dispatch(principal, call, approvals=approvals, now=step["now"], trace=trace)
+        else:
+            audit = packages[step["status_ref_from"]]["protected_audit"]
+            status_ref = audit["downstream"]["status_ref"]
+            if status_ref is None:
+                raise FixtureError(f"{path}.steps[{index}].status_ref_from: that step has no status reference")
+            package = dispatcher.query_operation_status(
+                principal,
+                call,
+                status_ref=status_ref,
+                expected_request_sha256=audit["binding"]["request_sha256"],
+                now=step["now"],
+                trace=trace,
+            )
+        packages[step["step_id"]] = package
+        errors = validate_result(principal, call, spec, package)
+        payload = None
+        try:
+            payload = to_provider_payload(principal, call, spec, package)
+        except ResultContractError as error:
+            errors.append(str(error))
+        report = _step_report(step, package, shop.side_effect_count, errors)
+        reports.append(shown(report, trace, package, payload))
+    return {"case_id": case["id"], "passed": all(report["passed"] for report in reports), "steps": reports}
+
+
+def _step_approvals(
+    principal: Principal, call: ToolCall, spec: ToolSpec | None, kind: str, now: int
+) -> tuple[Approval, ...]:
+    if kind == "none" or spec is None:
+        return ()
+    if kind == "expired":
+        return (_approval(principal, call, spec, _MOCK_APPROVER, now - 1),)
+    valid = grant_approval(principal, call, spec, approver_id=_MOCK_APPROVER, now=now)
+    return (valid if kind == "valid" else replace(valid, approval_digest="0" * 64),)
+
+
+def _step_report(step: dict[str, Any], package: ResultPackage, side_effects: int, errors: list[str]) -> StepReport:
+    result = package["model_result"]
+    error, execution = result["error"], result["execution"]
+    actual: JsonObject = {
+        "code": "OK" if error is None else error["code"],
+        "status": result["status"],
+        "outcome": execution["outcome"],
+        "recovery": "none" if error is None else error["recovery"],
+        "delivery": execution["delivery"],
+        "data": result["data"],
+        "side_effect_count": side_effects,
+    }
+    mismatches: list[Mismatch] = [
+        {"field": name, "expected": step["expected"][name], "actual": actual[name]}
+        for name in _EXPECTED_FIELDS
+        if not _same(step["expected"][name], actual[name])
+    ]
+    return {
+        "step_id": step["step_id"],
+        "actual_code": cast("str", actual["code"]),
+        "status": result["status"],
+        "outcome": execution["outcome"],
+        "recovery": "none" if error is None else error["recovery"],
+        "delivery": execution["delivery"],
+        "side_effect_count": side_effects,
+        "validation_errors": errors,
+        "mismatches": mismatches,
+        "passed": not errors and not mismatches,
+    }
+
+
+# ==== 14. Command line (section 17) ===================================================================================
+
+_USAGE: Final = """\
+error: unknown or incomplete argument; usage:
+  tool_dispatcher.py [--fixture PATH] [--case ID]... [--format json|table] [--explain] [--packages] [--version]"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a fixture and report. 0: all as expected; 1: some step differs; 2: unusable fixture or arguments."""
+    try:
+        options = _arguments(argv)
+        if options.version:
+            names = (FIXTURE_SCHEMA_VERSION, MODEL_RESULT_SCHEMA_VERSION, AUDIT_SCHEMA_VERSION, DISPATCHER_REVISION)
+            return _print("\n".join((f"tool_dispatcher {__version__}", *names)), 0)
+        path = options.fixture or os.path.join(os.path.dirname(os.path.abspath(__file__)), "tool-cases.json")
+
+        def shown(report: StepReport, trace: Trace, package: ResultPackage, payload: object) -> StepReport:
+            extra: dict[str, object] = {}
+            if options.explain:
+                extra["gates"] = [list(pair) for pair in trace]
+            if options.packages:
+                extra |= {"package": package, "provider_payload": payload}
+            return cast("StepReport", {**report, **extra})
+
+        report = _run_fixture(load_fixture(path), options.case, shown)
+    except _UnusableArguments:
+        return _fail(_USAGE)
+    except FixtureError as error:
+        return _fail(f"error: the fixture cannot be used\n{error}")
+    text = _table(report) if options.format == "table" else json.dumps(report, indent=2)
+    return _print(text, 0 if report["passed"] else 1)
+
+
+class _UnusableArguments(Exception):  # noqa: N818 - ends in exit code 2
+    pass
+
+
+def _arguments(argv: Sequence[str] | None) -> Any:
+    import argparse  # noqa: PLC0415 - a quarter of the import time; a host that imports this module does not need it
+
+    class Parser(argparse.ArgumentParser):
+        def error(self, message: str) -> NoReturn:
+            # argparse's own message repeats the argument, which may hold anything.
+            raise _UnusableArguments
+
+    parser = Parser(
+        prog="tool_dispatcher.py",
+        allow_abbrev=False,
+        description="Run a fixture of model tool calls through the dispatcher and compare with what it expects.",
+    )
+    parser.add_argument("--fixture", metavar="PATH", help="a tool-cases-v2 file (default: tool-cases.json beside this)")
+    parser.add_argument("--case", metavar="ID", action="append", help="run only this case (may be repeated)")
+    parser.add_argument("--format", choices=("json", "table"), default="json", help="json (default), or a table to read")
+    parser.add_argument("--explain", action="store_true", help="add the gates each step went through")
+    parser.add_argument("--packages", action="store_true", help="add both projections and the provider payload")
+    parser.add_argument("--version", action="store_true", help="print the version and the contract names")
+    return parser.parse_args(argv)
+
+
+def _table(report: FixtureReport) -> str:
+    """For people: one line a step, verdict first; what was asked for, indented below; a summary line last."""
+    lines: list[str] = []
+    passed = 0
+    for case in report["cases"]:
+        for step in case["steps"]:
+            passed += step["passed"]
+            verdict = "PASS" if step["passed"] else "FAIL"
+            name = _ascii(f"{case['case_id']}/{step['step_id']}")
+            what = f"{step['actual_code']}, {step['outcome']}, {step['delivery']}, effects {step['side_effect_count']}"
+            lines.append(f"{verdict}  {name:<44}  {what}")
+            for mismatch in step["mismatches"]:
+                expected, actual = json.dumps(mismatch["expected"]), json.dumps(mismatch["actual"])
+                lines.append(f"      {mismatch['field']}: expected {expected}, got {actual}")
+            lines += [f"      invalid: {_ascii(error)}" for error in step["validation_errors"]]
+            extra = cast("dict[str, Any]", step)
+            lines += [f"      {gate:<16} {verdict}" for gate, verdict in extra.get("gates", ())]
+            for part in ("package", "provider_payload"):
+                if part in extra:
+                    lines += [f"      {part}:", *(f"      {line}" for line in json.dumps(extra[part], indent=2).split("\n"))]
+    lines.append(f"{passed} of {report['step_count']} steps as expected, in {report['case_count']} cases")
+    return "\n".join(lines)
+
+
+def _ascii(text: str) -> str:
+    """For any console: whatever it cannot show is escaped."""
+    return text.encode("ascii", "backslashreplace").decode()
+
+
+def _print(text: str, verdict: int) -> int:
+    """Write the report; a reader that has gone away (`| head`) is no error, a full disk is."""
+    try:
+        print(text, flush=True)
+    except OSError as error:
+        with open(os.devnull, "w", encoding="utf-8") as nowhere:
+            os.dup2(nowhere.fileno(), sys.stdout.fileno())  # or the flush at exit would fail once more
+        # Windows reports a closed pipe as EINVAL.
+        return verdict if error.errno in (errno.EPIPE, errno.EINVAL) else _fail("error: the report cannot be written")
+    return verdict
+
+
+def _fail(message: str) -> int:
+    print(_ascii(message), file=sys.stderr)
+    return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())
