@@ -40,10 +40,11 @@ import unicodedata
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from datetime import datetime, timedelta
+from functools import lru_cache
 from itertools import count
 from math import isfinite
 from types import MappingProxyType
-from typing import Any, Final, Literal, NoReturn, Protocol, TypeAlias, TypedDict, cast
+from typing import Any, Final, Literal, NamedTuple, NoReturn, Protocol, TypeAlias, TypedDict, cast
 
 __version__ = "1.0.0"
 
@@ -328,77 +329,96 @@ JsonObject: TypeAlias = dict[str, JsonValue]
 _Names: TypeAlias = "Mapping[str, str | int | None | list[str] | _Names]"
 
 
-def _snapshot(value: object, depth: int = MAX_JSON_DEPTH) -> JsonValue:
+class _Walk:
+    """What one walk over a value may still take, and what it has seen."""
+
+    __slots__ = ("chars", "plain", "values")
+
+    def __init__(self) -> None:
+        self.values = MAX_JSON_NODES
+        self.chars = _MAX_TEXT_CHARS
+        self.plain = True  # no float and no key beyond ASCII: the standard encoder's bytes are RFC 8785's
+
+
+def _snapshot(value: object, depth: int = MAX_JSON_DEPTH) -> tuple[JsonValue, bool]:
     """Copy `value`, at most `depth` containers deep, into the portable domain or raise `PortableJsonError`.
 
-    One pass checks and copies, so what was checked is what is kept, whatever happens to the original. Types are
-    exact: a subclass could answer differently at its next reading, so none of its methods is ever called.
+    Returns the copy and whether it is plain (see `_canonical`). One pass checks and copies, so what was checked is
+    what is kept, whatever happens to the original. Types are exact: a subclass could answer differently at its next
+    reading, so none of its methods is ever called.
     """
-    return _copied(value, depth, [MAX_JSON_NODES, _MAX_TEXT_CHARS])
+    walk = _Walk()
+    copy = _copied(value, depth, walk)
+    return copy, walk.plain
 
 
-def _copied(value: object, room: int, left: list[int]) -> JsonValue:
-    """The recursive step of `_snapshot`: `room` levels and `left` [values, characters] may still come."""
-    left[0] -= 1
-    if left[0] < 0:
+def _copied(value: object, room: int, walk: _Walk) -> JsonValue:
+    """The recursive step of `_snapshot`: `room` more levels may come."""
+    walk.values -= 1
+    if walk.values < 0:
         raise PortableJsonError(f"wanted at most {MAX_JSON_NODES} values in one document")
-    if type(value) is str:
-        _check_text(value, left)
-        return value
-    if value is None or type(value) is bool:
-        return value
-    if type(value) is int:
-        if not -MAX_SAFE_INTEGER <= value <= MAX_SAFE_INTEGER:
-            raise PortableJsonError(f"wanted an integer between -{MAX_SAFE_INTEGER} and {MAX_SAFE_INTEGER}")
-        return value
-    if type(value) is float:
-        if not isfinite(value):
-            raise PortableJsonError("wanted a finite number")
-        # RFC 8785 would write it as an integer, and as one that no reader could take back (section 3).
-        if MAX_SAFE_INTEGER < abs(value) < 1e21 and value.is_integer():
-            raise PortableJsonError("wanted a number that is no integer beyond the safe range")
-        return value
-    if type(value) is _RepeatedKey:
-        raise PortableJsonError("wanted each key once", _member(value.key))
-    if type(value) is not dict and type(value) is not list:
+    kind = type(value)
+    if kind is str:
+        return _text(cast("str", value), walk)
+    if value is None or kind is bool:
+        return cast("bool | None", value)
+    if kind is int or kind is float:
+        walk.plain &= kind is int
+        return _number(cast("int | float", value))
+    if kind is _RepeatedKey:
+        raise PortableJsonError("wanted each key once, found a duplicate", _member(cast("_RepeatedKey", value).key))
+    if kind is not list and kind is not dict:
         raise PortableJsonError("wanted null, a boolean, a number, a string, an array or an object")
     if room == 0:
         raise PortableJsonError("nested too deep")
-    if len(value) > MAX_MEMBERS:
+    if len(cast("list[object]", value)) > MAX_MEMBERS:
         raise PortableJsonError(f"wanted at most {MAX_MEMBERS} members")
-    if type(value) is list:
-        items: list[JsonValue] = []
-        for index, item in enumerate(value):
-            try:
-                items.append(_copied(item, room - 1, left))
-            except PortableJsonError as error:
-                error.path = f"[{index}]{error.path}"
-                raise
-        return items
-    members: JsonObject = {}
-    for key, item in list(value.items()):
-        if type(key) is not str:
-            raise PortableJsonError("wanted strings as keys")
-        try:
-            _check_text(key, left)
-            members[key] = _copied(item, room - 1, left)
-        except PortableJsonError as error:
-            error.path = _member(key) + error.path
-            raise
-    return members
+    step = ""  # of the path, to the member that is being copied
+    try:
+        if kind is list:
+            items: list[JsonValue] = []
+            for index, item in enumerate(cast("list[object]", value)):
+                step = f"[{index}]"
+                items.append(_copied(item, room - 1, walk))
+            return items
+        members: JsonObject = {}
+        for key, item in list(cast("dict[object, object]", value).items()):
+            if type(key) is not str:
+                step = ""
+                raise PortableJsonError("wanted strings as keys")
+            step = key
+            walk.plain &= key.isascii()
+            members[_text(key, walk)] = _copied(item, room - 1, walk)
+        return members
+    except PortableJsonError as error:
+        error.path = (_member(step) if step and kind is dict else step) + error.path
+        raise
 
 
-def _check_text(text: str, left: list[int]) -> None:
+def _text(text: str, walk: _Walk) -> str:
     if len(text) > MAX_STRING_CHARS:
         raise PortableJsonError(f"wanted at most {MAX_STRING_CHARS} characters in one string")
-    left[1] -= len(text)
-    if left[1] < 0:
+    walk.chars -= len(text)
+    if walk.chars < 0:
         raise PortableJsonError(f"wanted at most {_MAX_TEXT_CHARS} characters in one document")
     if not text.isascii():
         try:
-            text.encode("utf-8")
+            text.encode()
         except UnicodeEncodeError:
             raise PortableJsonError("wanted no lone surrogate in a string") from None
+    return text
+
+
+def _number(number: float) -> float:
+    if type(number) is int:
+        if not -MAX_SAFE_INTEGER <= number <= MAX_SAFE_INTEGER:
+            raise PortableJsonError(f"wanted an integer between -{MAX_SAFE_INTEGER} and {MAX_SAFE_INTEGER}")
+    elif not isfinite(number):
+        raise PortableJsonError("wanted a finite number")
+    # RFC 8785 would write it as an integer, and as one that no reader could take back (section 3).
+    elif MAX_SAFE_INTEGER < abs(number) < 1e21 and number.is_integer():
+        raise PortableJsonError("wanted a number that is no integer beyond the safe range")
+    return number
 
 
 class _RepeatedKey:
@@ -408,35 +428,59 @@ class _RepeatedKey:
         self.key = key
 
 
-def _object_members(pairs: list[tuple[str, JsonValue]]) -> JsonObject | _RepeatedKey:
-    members = dict(pairs)
-    if len(members) == len(pairs):
-        return members
-    seen: set[str] = set()
-    return _RepeatedKey(next(key for key, _ in pairs if key in seen or seen.add(key)))  # type: ignore[func-returns-value]
+class _Decoding:
+    """The hooks of one decoding. They know no path, so they let through what may be wrong and call it doubtful."""
+
+    def __init__(self) -> None:
+        self.doubtful = False
+        self.decode = json.JSONDecoder(
+            object_pairs_hook=self._members,
+            parse_int=self._integer,
+            parse_float=self._number,
+            parse_constant=self._number,
+        ).decode
+
+    def _members(self, pairs: list[tuple[str, Any]]) -> dict[str, Any] | _RepeatedKey:
+        members = dict(pairs)
+        if len(members) == len(pairs):
+            return members
+        self.doubtful = True
+        keys = [key for key, _ in pairs]
+        return _RepeatedKey(next(key for key in keys if keys.count(key) > 1))
+
+    def _integer(self, digits: str) -> int:
+        value = int(digits[:18])  # enough to be out of range; converting 5,000 digits is dear, and forbidden
+        self.doubtful |= not -MAX_SAFE_INTEGER <= value <= MAX_SAFE_INTEGER
+        return value
+
+    def _number(self, literal: str) -> float:
+        self.doubtful = True
+        return float(literal)  # 1e400 becomes infinity, `NaN` a NaN
 
 
-# What is wrong with a number is left for `_snapshot` to find, which knows the path: 18 characters of a longer integer
-# are enough to be outside the domain and cheap to convert, `NaN` and `1e400` come out as floats that are not finite.
-_DECODER: Final = json.JSONDecoder(
-    object_pairs_hook=_object_members,
-    parse_int=lambda digits: int(digits[:18]),
-    parse_constant=float,
-)
-# A whole string (so that brackets inside do not count), or one bracket. Possessive, hence linear on hostile input.
-_STRING_OR_BRACKET: Final = re.compile(r'"[^"\\]*+(?:\\.[^"\\]*+)*+"?|[\[{]|[\]}]', re.DOTALL)
+_ESCAPE: Final = re.compile(r"\\.", re.DOTALL)
+_STRUCTURE: Final = re.compile(r"[\[{,\]}]")
 
 
-def _check_nesting(text: str) -> None:
-    """Count brackets without recursion, before the recursive decoder sees them."""
-    depth = 0
-    for token in _STRING_OR_BRACKET.findall(text):
-        if token in "[{":
-            depth += 1
-            if depth > MAX_JSON_DEPTH:
+def _is_crowded(text: str) -> bool:
+    """Whether a container has too many members; raises on nesting, before the recursive decoder sees it.
+
+    Without recursion: of a text cut at its quotes, every other piece stands outside the strings.
+    """
+    outside = "".join(_ESCAPE.sub("", text).split('"')[::2])
+    crowded = False
+    commas: list[int] = []  # one count for each container that is open
+    for mark in _STRUCTURE.findall(outside):
+        if mark == ",":
+            if commas:
+                commas[-1] += 1
+        elif mark in "[{":
+            commas.append(0)
+            if len(commas) > MAX_JSON_DEPTH:
                 raise PortableJsonError(f"nested too deep: wanted at most {MAX_JSON_DEPTH} levels")
-        elif token in "]}":
-            depth -= 1
+        elif commas:
+            crowded |= commas.pop() >= MAX_MEMBERS
+    return crowded
 
 
 def parse_json(raw: bytes) -> JsonValue:
@@ -453,36 +497,50 @@ def parse_json(raw: bytes) -> JsonValue:
         text = raw.decode("utf-8")
     except UnicodeDecodeError as error:
         raise PortableJsonError(f"wanted UTF-8, which byte {error.start} is not") from None
-    _check_nesting(text)
+    crowded = _is_crowded(text)
+    decoding = _Decoding()
     try:
-        value = _DECODER.decode(text)
+        value: JsonValue = decoding.decode(text)
     except json.JSONDecodeError as error:
         raise PortableJsonError(f"wanted JSON; line {error.lineno}, column {error.colno}: {error.msg}") from None
-    return _snapshot(value)
+    # A lone surrogate can come only from an escape; the other limits follow from the number of bytes. Without any
+    # doubt the walk over every value is saved, which is half of the time that loading takes.
+    return _snapshot(value)[0] if decoding.doubtful or crowded or "\\u" in text else value
 
 
-# Also the text of a snapshot: its floats keep their point (`2.0`), so reading it back gives the same types.
-_ENCODE: Final = json.JSONEncoder(
-    ensure_ascii=False, sort_keys=True, separators=(",", ":"), check_circular=False, allow_nan=False
-).encode
-_FLOAT_LITERAL: Final = re.compile(r"[\[:,]-?\d+[.e]")
+def _encoder() -> Callable[[object], str]:
+    """The standard encoder, with the settings that come closest to RFC 8785.
+
+    `JSONEncoder.encode` sets up its C encoder anew for each document. Keeping one saves a quarter of a dispatch; where
+    an interpreter has none to keep, the public method gives the same text.
+    """
+    standard = json.JSONEncoder(
+        ensure_ascii=False, sort_keys=True, separators=(",", ":"), check_circular=False, allow_nan=False
+    )
+    make = getattr(json.encoder, "c_make_encoder", None)
+    if make is None:
+        return standard.encode
+    kept = make(None, standard.default, json.encoder.encode_basestring, None, ":", ",", True, False, False)
+    return lambda value: "".join(kept(value, 0))
+
+
+# Also writes the text of a snapshot: its floats keep their point (`2.0`), so reading it back gives the same types.
+_ENCODE: Final = _encoder()
+_decode: Final = json.JSONDecoder().raw_decode
 
 
 def canonical_json(value: object) -> str:
     """The one deterministic encoding: RFC 8785 within the portable domain; `PortableJsonError` outside it."""
-    return _canonical(_snapshot(value))
+    return _canonical(*_snapshot(value))
 
 
-def _canonical(value: JsonValue | _Names) -> str:
-    """Encode what is known to be portable.
+def _canonical(value: object, plain: bool = True) -> str:
+    """Encode what is known to be portable, and plain or not.
 
-    The standard encoder gives RFC 8785's bytes but for two things: how a float is written, and the order of keys
-    when one has a character beyond U+FFFF. A text that shows neither is done; this makes a digest about four
-    times faster. A string that merely looks like a float only costs the slower way, which gives the same bytes.
+    The standard encoder gives RFC 8785's bytes but for two things: how a float is written, and the order of keys when
+    one has a character beyond U+FFFF. A document with neither is written about four times as fast.
     """
-    text = _ENCODE([value])
-    beyond_bmp = not text.isascii() and len(text.encode("utf-16-le")) != 2 * len(text)
-    return _canonical_slowly(value) if beyond_bmp or _FLOAT_LITERAL.search(text) else text[1:-1]
+    return _ENCODE(value) if plain else _canonical_slowly(value)
 
 
 def _canonical_slowly(value: object) -> str:
@@ -527,8 +585,8 @@ def _sha256(text: str) -> str:
 
 
 def _names_digest(document: _Names) -> str:
-    """`digest` of a document of names that this module itself put together: nothing left to check."""
-    return _sha256(_ENCODE(document))
+    """`digest` of a document of names that this module itself put together: plain, and nothing left to check."""
+    return _sha256(_canonical(document))
 
 
 def _same(one: object, other: object) -> bool:
@@ -542,13 +600,16 @@ def _same(one: object, other: object) -> bool:
     return one == other
 
 
+_ONLY_STRINGS: Final = frozenset({str})
+
+
 def _exact_fields(value: object, names: Set[str], path: str, errors: list[str]) -> bool:
     """Whether `value` is an object with exactly these fields; otherwise `errors` says which are wrong."""
     if type(value) is not dict:
         errors.append(f"{path}: wanted an object")
         return False
     # Types first: comparing a key of a strange type would run that type's code.
-    if not set(map(type, value)) <= {str}:
+    if not _ONLY_STRINGS.issuperset(map(type, value)):
         errors.append(f"{path}: wanted strings as keys")
         return False
     if value.keys() == names:
@@ -594,26 +655,35 @@ class ExecutionContext:
     adapter_revision: str
 
 
+class _Bound(NamedTuple):
+    """The snapshot in a call: a text cannot be changed by anyone, and each reader parses a copy of its own."""
+
+    name: str
+    text: str | None  # of the arguments, as JSON
+    plain: bool
+
+    def arguments(self) -> JsonObject | None:
+        return None if self.text is None else cast("JsonObject", _decode(self.text)[0])
+
+
 @dataclass(frozen=True, slots=True)
 class ToolCall:
     """A proposal bound to a context. Made by `bind_tool_call`; one built by hand is snapshotted wherever it is used."""
 
     proposal: ModelProposal
     context: ExecutionContext
-    # (name, JSON text of the arguments or None). A text cannot be changed by anyone; each reader parses a copy of
-    # its own. Not an `__init__` field, so `dataclasses.replace` does not carry it to a call with another proposal.
-    _bound: tuple[str, str | None] | None = field(default=None, init=False, repr=False, compare=False)
+    # Not an `__init__` field, so `dataclasses.replace` does not carry it to a call with another proposal.
+    _bound: _Bound | None = field(default=None, init=False, repr=False, compare=False)
 
     @property
     def name(self) -> str:
         """The proposed name, or `"(unregistered)"` for one that is no identifier."""
-        return _bound(self)[0]
+        return _bound(self).name
 
     @property
     def arguments(self) -> JsonObject | None:
         """A fresh copy of the arguments, or None when they are no object of the portable domain."""
-        text = _bound(self)[1]
-        return None if text is None else cast("JsonObject", json.loads(text))
+        return _bound(self).arguments()
 
 
 def bind_tool_call(proposal: ModelProposal, context: ExecutionContext) -> ToolCall:
@@ -628,14 +698,14 @@ def bind_tool_call(proposal: ModelProposal, context: ExecutionContext) -> ToolCa
     if type(context) is not ExecutionContext:
         raise HostContextError("context: wanted an ExecutionContext")
     name = proposal.name if _is_identifier(proposal.name) else _UNREGISTERED_NAME
-    arguments: JsonValue = None
-    if type(proposal.arguments) is dict:
-        try:
-            arguments = _snapshot(proposal.arguments, _MAX_PAYLOAD_DEPTH)
-        except PortableJsonError:
-            arguments = None
+    try:
+        arguments, plain = _snapshot(proposal.arguments, _MAX_PAYLOAD_DEPTH)
+    except PortableJsonError:
+        arguments, plain = None, True
+    if type(arguments) is not dict:
+        arguments, plain = None, True
     call = ToolCall(ModelProposal(name, arguments), context)
-    object.__setattr__(call, "_bound", (name, None if arguments is None else _ENCODE(arguments)))
+    object.__setattr__(call, "_bound", _Bound(name, None if arguments is None else _ENCODE(arguments), plain))
     return call
 
 
@@ -644,18 +714,13 @@ def _rebound(call: ToolCall) -> ToolCall:
     return call if call._bound is not None else bind_tool_call(call.proposal, call.context)
 
 
-def _bound(call: ToolCall) -> tuple[str, str | None]:
-    return cast("tuple[str, str | None]", _rebound(call)._bound)
+def _bound(call: ToolCall) -> _Bound:
+    return cast("_Bound", _rebound(call)._bound)
 
 
 def _is_identifier(value: object) -> bool:
     """1 to `MAX_IDENTIFIER_CHARS` printable characters, not blank: no control character, no lone surrogate."""
-    return (
-        type(value) is str
-        and 0 < len(value) <= MAX_IDENTIFIER_CHARS
-        and value.isprintable()
-        and not value.isspace()
-    )
+    return type(value) is str and 0 < len(value) <= MAX_IDENTIFIER_CHARS and value.isprintable() and not value.isspace()
 
 
 _IDENTIFIER_WANTED: Final = f"wanted a string of 1 to {MAX_IDENTIFIER_CHARS} printable characters, not blank"
@@ -700,18 +765,19 @@ def _check_host(principal: Principal, call: ToolCall) -> None:
     context = call.context
     if type(context) is not ExecutionContext or type(call.proposal) is not ModelProposal:
         raise HostContextError("call: wanted a ModelProposal and an ExecutionContext in it")
-    for name, value in (
-        ("principal.tenant_id", principal.tenant_id),
-        ("principal.subject_id", principal.subject_id),
-        ("context.provider", context.provider),
-        ("context.api_family", context.api_family),
-        ("context.response_id", context.response_id),
-        ("context.call_id", context.call_id),
-        ("context.operation_id", context.operation_id),
-        ("context.adapter_revision", context.adapter_revision),
-    ):
-        if not _is_identifier(value):
-            raise HostContextError(f"{name}: {_IDENTIFIER_WANTED}")
+    names = {
+        "principal.tenant_id": principal.tenant_id,
+        "principal.subject_id": principal.subject_id,
+        "context.provider": context.provider,
+        "context.api_family": context.api_family,
+        "context.response_id": context.response_id,
+        "context.call_id": context.call_id,
+        "context.operation_id": context.operation_id,
+        "context.adapter_revision": context.adapter_revision,
+    }
+    if not all(map(_is_identifier, names.values())):
+        wrong = next(name for name, value in names.items() if not _is_identifier(value))
+        raise HostContextError(f"{wrong}: {_IDENTIFIER_WANTED}")
     if not _is_optional_identifier(context.idempotency_key):
         raise HostContextError(f"context.idempotency_key: {_IDENTIFIER_WANTED}, or None")
     if type(principal.roles) is not tuple or not _are_roles(principal.roles):
@@ -978,7 +1044,7 @@ def _check_enum(rule: FieldRule, path: str) -> None:
     for value in rule.enum:
         errors: list[str] = []
         try:
-            _check_value(replace(rule, enum=None, equals_argument=None), _snapshot(value), path, {}, errors)
+            _check_value(replace(rule, enum=None, equals_argument=None), _snapshot(value)[0], path, {}, errors)
         except PortableJsonError as error:
             errors.append(str(error))
         if errors:
@@ -1085,7 +1151,7 @@ SENSITIVE_FIELD_NAMES: Final = frozenset(
     }
 )
 _FOLDED_SENSITIVE: Final = frozenset(name.replace("_", "") for name in SENSITIVE_FIELD_NAMES)
-_ASCII_SEPARATORS: Final = {code: None for code in range(128) if not chr(code).isalnum()}
+_SEPARATORS: Final = re.compile(r"[\W_]+")
 # A scheme with a token-shaped word (one with a digit, a joint, a step from lower to upper case, or 20 characters),
 # or a PEM private key. "bearer of news" and "Basic training" are neither.
 _CREDENTIAL: Final = re.compile(
@@ -1096,29 +1162,36 @@ _CREDENTIAL: Final = re.compile(
 )
 
 
-def _folded(text: str) -> str:
-    """Compatibility forms and invisible characters folded away; case is kept."""
+def _visible(text: str) -> str:
+    """Compatibility forms and invisible characters folded away."""
     if text.isascii():
         return text
     return "".join(char for char in unicodedata.normalize("NFKC", text) if unicodedata.category(char) != "Cf")
 
 
+@lru_cache(maxsize=1_024)  # a tool answers with the same names each time
 def _is_sensitive_name(name: str) -> bool:
-    if name.isascii():
-        return name.lower().translate(_ASCII_SEPARATORS) in _FOLDED_SENSITIVE
-    folded = unicodedata.normalize("NFKC", _folded(name).casefold())
-    return "".join(filter(str.isalnum, folded)) in _FOLDED_SENSITIVE
+    folded = unicodedata.normalize("NFKC", _visible(name).casefold())
+    return _SEPARATORS.sub("", folded) in _FOLDED_SENSITIVE
+
+
+def _is_credential(text: str) -> bool:
+    visible = _visible(text)
+    lowered = visible.lower()
+    # Most strings hold none of the three words; then the pattern, which is dear, is not needed.
+    marked = "bearer" in lowered or "basic" in lowered or "private key" in lowered
+    return marked and _CREDENTIAL.search(visible) is not None
 
 
 def _check_sensitive(value: JsonValue, path: str, errors: list[str]) -> None:
     """No credential or control name as a key and no evident credential in a string, at any level."""
     if isinstance(value, str):
-        if _CREDENTIAL.search(_folded(value)):
+        if _is_credential(value):
             errors.append(f"{path}: reads as a credential")
     elif isinstance(value, dict):
         for key, item in value.items():
-            if _is_sensitive_name(key) or _CREDENTIAL.search(_folded(key)):
-                errors.append(_clipped(f"{path}{_member(key)}: reads as a credential or control field"))
+            if _is_sensitive_name(key) or _is_credential(key):
+                errors.append(f"{path}{_member(key)}: reads as a credential or control field")
             _check_sensitive(item, path + _member(key), errors)
     elif isinstance(value, list):
         for index, item in enumerate(value):
@@ -1158,10 +1231,16 @@ def _bounded(errors: list[str]) -> list[str]:
     return kept if len(errors) <= _MAX_ERRORS else [*kept, f"... and {len(errors) - _MAX_ERRORS} more"]
 
 
-def _checked_output(
-    spec: ToolSpec, arguments: JsonObject | None, result: object
-) -> tuple[HandlerResult | None, list[str]]:
-    """A snapshot of `result` that shares nothing with it, or None and the errors."""
+class _Checked(NamedTuple):
+    """A handler's result that holds: a snapshot that shares nothing with what the handler returned."""
+
+    result: HandlerResult
+    text: str  # of the data, as JSON
+    plain: bool
+
+
+def _checked_output(spec: ToolSpec, arguments: JsonObject | None, result: object) -> tuple[_Checked | None, list[str]]:
+    """The one check of the output contract: the snapshot, or None and the errors."""
     if type(result) is not HandlerResult:
         return None, ["result: wanted a HandlerResult"]
     errors: list[str] = []
@@ -1173,16 +1252,27 @@ def _checked_output(
         if not _is_optional_identifier(getattr(result, name)):
             errors.append(f"{name}: {_IDENTIFIER_WANTED}, or None")
     try:
-        data = _snapshot(result.data, min(spec.max_output_depth, _MAX_PAYLOAD_DEPTH))
+        data, plain = _snapshot(result.data, min(spec.max_output_depth, _MAX_PAYLOAD_DEPTH))
     except PortableJsonError as error:
         return None, [*errors, _clipped(f"data{error.path}: {error.wanted}")]
     if type(data) is not dict:
         return None, [*errors, "data: wanted an object"]
-    if len(_canonical(data).encode()) > spec.max_output_bytes:
+    text = _ENCODE(data)
+    if len((text if plain else _canonical_slowly(data)).encode()) > spec.max_output_bytes:
         errors.append(f"data: wanted at most {spec.max_output_bytes} bytes of canonical JSON")
     _check_fields(spec.output, data, "data", arguments or {}, errors)
     _check_sensitive(data, "data", errors)
-    return (None if errors else replace(result, data=data)), _bounded(errors)
+    if errors:
+        return None, _bounded(errors)
+    snapshot = HandlerResult(
+        data,
+        result.producer_revision,
+        result.resource_revision,
+        result.observed_at,
+        result.request_id,
+        result.receipt_id,
+    )
+    return _Checked(snapshot, text, plain), errors
 
 
 # ==== 6. Digests (section 12) =========================================================================================
@@ -1213,12 +1303,65 @@ class Downstream(TypedDict):
     status_ref: str | None
 
 
-def _revision(spec: ToolSpec | None, name: str) -> str:
-    return _UNREGISTERED if spec is None else cast("str", getattr(spec, name))
+# Stands for a tool that is not registered wherever a contract's names are written down; it is never in a registry.
+_UNREGISTERED_TOOL: Final = ToolSpec(
+    name=_UNREGISTERED_NAME,
+    description=_UNREGISTERED,
+    effect="read",
+    arguments={},
+    output={},
+    input_schema_revision=_UNREGISTERED,
+    output_schema_revision=_UNREGISTERED,
+    effect_revision=_UNREGISTERED,
+    handler_revision=_UNREGISTERED,
+    producer_revision=_UNREGISTERED,
+    policy_revision=_UNREGISTERED,
+    source_label=_UNREGISTERED,
+    authorize=lambda _principal, _arguments: False,
+    handler=lambda _invocation: HandlerResult({}, _UNREGISTERED, None, ""),
+)
 
 
-def _tool_contract(call: ToolCall, spec: ToolSpec | None) -> ToolContract:
-    return cast("ToolContract", {"name": call.name} | {name: _revision(spec, name) for name in _REVISION_FIELDS})
+class _Asked(NamedTuple):
+    """One call by one contract, with its request digest: what every package, approval and record is made from.
+
+    `arguments` are a copy for the checks of this module; no callback gets them.
+    """
+
+    principal: Principal
+    call: ToolCall
+    context: ExecutionContext
+    spec: ToolSpec | None
+    contract: ToolContract
+    arguments: JsonObject | None
+    request_sha256: str
+
+
+def _ask(principal: Principal, call: ToolCall, spec: ToolSpec | None) -> _Asked:
+    """Canonicalise a call's request once, for everything that is said about it."""
+    call = _rebound(call)
+    bound = _bound(call)
+    arguments = bound.arguments()
+    named = _UNREGISTERED_TOOL if spec is None else spec
+    contract: ToolContract = {
+        "name": bound.name,
+        "input_schema_revision": named.input_schema_revision,
+        "output_schema_revision": named.output_schema_revision,
+        "effect_revision": named.effect_revision,
+        "handler_revision": named.handler_revision,
+        "producer_revision": named.producer_revision,
+        "policy_revision": named.policy_revision,
+    }
+    request: JsonObject = {
+        "tenant_id": principal.tenant_id,
+        "subject_id": principal.subject_id,
+        "tool": bound.name,
+        "arguments": arguments,
+        "input_schema_revision": named.input_schema_revision,
+        "output_schema_revision": named.output_schema_revision,
+        "effect_revision": named.effect_revision,
+    }
+    return _Asked(principal, call, call.context, spec, contract, arguments, _sha256(_canonical(request, bound.plain)))
 
 
 def request_digest(principal: Principal, call: ToolCall, spec: ToolSpec | None) -> str:
@@ -1226,16 +1369,7 @@ def request_digest(principal: Principal, call: ToolCall, spec: ToolSpec | None) 
 
     Arguments outside the portable domain, or that are no object, count as `null`.
     """
-    document: JsonObject = {
-        "tenant_id": principal.tenant_id,
-        "subject_id": principal.subject_id,
-        "tool": call.name,
-        "arguments": call.arguments,
-        "input_schema_revision": _revision(spec, "input_schema_revision"),
-        "output_schema_revision": _revision(spec, "output_schema_revision"),
-        "effect_revision": _revision(spec, "effect_revision"),
-    }
-    return _sha256(_canonical(document))
+    return _ask(principal, call, spec).request_sha256
 
 
 def result_digest(model_result: Mapping[str, object]) -> str:
@@ -1252,7 +1386,12 @@ def call_binding_digest(
     downstream: Downstream,
 ) -> str:
     """Request and result, bound to one principal, provider turn, operation, key, contract and evidence."""
-    context = call.context
+    asked = _ask(principal, call, spec)._replace(request_sha256=request_sha256)
+    return _binding_sha256(asked, result_sha256, downstream)
+
+
+def _binding_sha256(asked: _Asked, result_sha256: str, downstream: Downstream) -> str:
+    principal, context = asked.principal, asked.context
     return _names_digest(
         {
             "tenant_id": principal.tenant_id,
@@ -1264,8 +1403,8 @@ def call_binding_digest(
             "operation_id": context.operation_id,
             "idempotency_key": context.idempotency_key,
             "adapter_revision": context.adapter_revision,
-            "tool_contract": cast("_Names", _tool_contract(call, spec)),
-            "request_sha256": request_sha256,
+            "tool_contract": cast("_Names", asked.contract),
+            "request_sha256": asked.request_sha256,
             "result_sha256": result_sha256,
             "downstream": cast("_Names", downstream),
         }
@@ -1274,10 +1413,11 @@ def call_binding_digest(
 
 def call_fingerprint(principal: Principal, call: ToolCall, spec: ToolSpec | None, *, purpose: Purpose) -> str:
     """What one provider call identity stands for: a request, a context and a purpose (gate 2)."""
-    return _fingerprint(call.context, request_digest(principal, call, spec), purpose)
+    return _fingerprint(_ask(principal, call, spec), purpose)
 
 
-def _fingerprint(context: ExecutionContext, request_sha256: str, purpose: Purpose) -> str:
+def _fingerprint(asked: _Asked, purpose: Purpose) -> str:
+    context = asked.context
     return _names_digest(
         {
             "provider": context.provider,
@@ -1288,7 +1428,7 @@ def _fingerprint(context: ExecutionContext, request_sha256: str, purpose: Purpos
             "idempotency_key": context.idempotency_key,
             "adapter_revision": context.adapter_revision,
             "purpose": purpose,
-            "request_sha256": request_sha256,
+            "request_sha256": asked.request_sha256,
         }
     )
 
@@ -1297,12 +1437,11 @@ def approval_digest(
     principal: Principal, call: ToolCall, spec: ToolSpec, *, approval_id: str, approver_id: str, expires_at: int
 ) -> str:
     """What a human said yes to: this call, by this contract, until this second (section 8)."""
-    return _approval_sha256(call.context, spec, request_digest(principal, call, spec), approval_id, approver_id, expires_at)
+    return _approval_sha256(_ask(principal, call, spec), approval_id, approver_id, expires_at)
 
 
-def _approval_sha256(
-    context: ExecutionContext, spec: ToolSpec, request_sha256: str, approval_id: str, approver_id: str, expires_at: int
-) -> str:
+def _approval_sha256(asked: _Asked, approval_id: str, approver_id: str, expires_at: int) -> str:
+    context, contract = asked.context, asked.contract
     return _names_digest(
         {
             "provider": context.provider,
@@ -1312,11 +1451,11 @@ def _approval_sha256(
             "call_id": context.call_id,
             "response_id": context.response_id,
             "idempotency_key": context.idempotency_key,
-            "request_sha256": request_sha256,
-            "input_schema_revision": spec.input_schema_revision,
-            "output_schema_revision": spec.output_schema_revision,
-            "effect_revision": spec.effect_revision,
-            "policy_revision": spec.policy_revision,
+            "request_sha256": asked.request_sha256,
+            "input_schema_revision": contract["input_schema_revision"],
+            "output_schema_revision": contract["output_schema_revision"],
+            "effect_revision": contract["effect_revision"],
+            "policy_revision": contract["policy_revision"],
             "approval_id": approval_id,
             "approver_id": approver_id,
             "expires_at": expires_at,
@@ -1332,9 +1471,15 @@ def _principal_ref(principal: Principal) -> str:
 Scope: TypeAlias = tuple[str, str, str, str]  # tenant, subject, tool, idempotency key
 
 
-def _status_ref(scope: Scope, request_sha256: str) -> str:
+def _scope(asked: _Asked) -> Scope:
+    """Within which a key is unique. A call without a key has an empty one, which no record has."""
+    principal, context = asked.principal, asked.context
+    return (principal.tenant_id, principal.subject_id, asked.call.name, context.idempotency_key or "")
+
+
+def _status_ref(asked: _Asked) -> str:
     """Opaque to callers (section 9): names an operation without telling whose or what it is."""
-    return "status_" + _names_digest({"scope": list(scope), "request_sha256": request_sha256})[:32]
+    return "status_" + _names_digest({"scope": list(_scope(asked)), "request_sha256": asked.request_sha256})[:32]
 
 
 _STATUS_REF: Final = re.compile(r"status_[0-9a-f]{32}")
@@ -1389,29 +1534,18 @@ def grant_approval(
         raise HostContextError(f"ttl_seconds: wanted an int from 1 to {APPROVAL_TTL_SECONDS}")
     if not _is_time(now + ttl_seconds):
         raise HostContextError("now: wanted room for the approval's lifetime")
-    return _approval(principal, call, spec, approver_id, now + ttl_seconds)
+    return _approval(_ask(principal, call, spec), approver_id, now + ttl_seconds)
 
 
-def _approval(principal: Principal, call: ToolCall, spec: ToolSpec, approver_id: str, expires_at: int) -> Approval:
-    call = _rebound(call)
-    request_sha256 = request_digest(principal, call, spec)
+def _approval(asked: _Asked, approver_id: str, expires_at: int) -> Approval:
     # No randomness in the core: the id follows from what it is about, so the same yes has the same id.
-    about = _fingerprint(call.context, request_sha256, "dispatch")
-    approval_id = "approval_" + _names_digest({"call": about, "approver": approver_id, "expires": expires_at})[:32]
-    return _approval_of(principal, call, spec, request_sha256, approval_id, approver_id, expires_at)
+    about: _Names = {"call": _fingerprint(asked, "dispatch"), "approver": approver_id, "expires": expires_at}
+    return _approval_of(asked, f"approval_{_names_digest(about)[:32]}", approver_id, expires_at)
 
 
-def _approval_of(
-    principal: Principal,
-    call: ToolCall,
-    spec: ToolSpec,
-    request_sha256: str,
-    approval_id: str,
-    approver_id: str,
-    expires_at: int,
-) -> Approval:
+def _approval_of(asked: _Asked, approval_id: str, approver_id: str, expires_at: int) -> Approval:
     """The one approval of this id, approver and expiry that fits the call: what is granted, and what is wanted."""
-    context = call.context
+    context, contract = asked.context, asked.contract
     return Approval(
         approval_id=approval_id,
         operation_id=context.operation_id,
@@ -1420,11 +1554,11 @@ def _approval_of(
         api_family=context.api_family,
         adapter_revision=context.adapter_revision,
         idempotency_key=context.idempotency_key,
-        tool_name=spec.name,
-        subject_id=principal.subject_id,
-        input_schema_revision=spec.input_schema_revision,
-        policy_revision=spec.policy_revision,
-        approval_digest=_approval_sha256(context, spec, request_sha256, approval_id, approver_id, expires_at),
+        tool_name=contract["name"],
+        subject_id=asked.principal.subject_id,
+        input_schema_revision=contract["input_schema_revision"],
+        policy_revision=contract["policy_revision"],
+        approval_digest=_approval_sha256(asked, approval_id, approver_id, expires_at),
         expires_at=expires_at,
         approver_id=approver_id,
     )
@@ -1433,27 +1567,17 @@ def _approval_of(
 _APPROVAL_FIELDS: Final = tuple(Approval.__dataclass_fields__)
 
 
-def _approval_holds(
-    approval: object,
-    principal: Principal,
-    call: ToolCall,
-    spec: ToolSpec,
-    request_sha256: str,
-    approvers: frozenset[str],
-    now: int,
-) -> bool:
+def _approval_holds(approval: object, asked: _Asked, approvers: frozenset[str], now: int) -> bool:
     """Whether this is a yes to this call now, by somebody who may say it. Never raises, whatever `approval` is."""
     if type(approval) is not Approval:
         return False
     if not _is_identifier(approval.approval_id) or not _is_identifier(approval.approver_id):
         return False
-    if approval.approver_id not in approvers or approval.approver_id == principal.subject_id:
+    if approval.approver_id not in approvers or approval.approver_id == asked.principal.subject_id:
         return False
     if not _is_time(approval.expires_at) or not now < approval.expires_at <= now + APPROVAL_TTL_SECONDS:
         return False
-    wanted = _approval_of(
-        principal, call, spec, request_sha256, approval.approval_id, approval.approver_id, approval.expires_at
-    )
+    wanted = _approval_of(asked, approval.approval_id, approval.approver_id, approval.expires_at)
     return all(_same(getattr(approval, name), getattr(wanted, name)) for name in _APPROVAL_FIELDS)
 
 
@@ -1542,13 +1666,12 @@ def success_package(
 
     `status_ref` is the reference of a write's operation, None for a read.
     """
-    call = _package_call(principal, call, spec)
-    checked, errors = _checked_output(spec, call.arguments, result)
-    request_sha256 = request_digest(principal, call, spec)
-    errors += _impossible(principal, call, spec, None, delivery, status_ref, request_sha256, result)
+    asked = _asked(principal, call, spec)
+    checked, errors = _checked_output(spec, asked.arguments, result)
+    errors += _impossible(asked, None, delivery, status_ref, result)
     if checked is None or errors:
-        raise ResultContractError("; ".join(_bounded(errors)[:10]))
-    return _success(principal, call, spec, checked, delivery, status_ref, request_sha256)
+        raise ResultContractError("; ".join(errors[:10]))
+    return _success(asked, checked, delivery, status_ref)
 
 
 def error_package(
@@ -1564,47 +1687,41 @@ def error_package(
 
     `spec` is None exactly for a tool that is not registered.
     """
-    call = _package_call(principal, call, spec)
+    asked = _asked(principal, call, spec)
     if type(code) is not str or code not in ERROR_CATALOG:
         raise ResultContractError("code: wanted a code of ERROR_CATALOG")
     if not _is_time(now):
         raise ResultContractError(f"now: wanted an int of seconds from 0 to {MAX_PORTABLE_UNIX_SECONDS}")
-    request_sha256 = request_digest(principal, call, spec)
-    errors = _impossible(principal, call, spec, code, "fresh", status_ref, request_sha256, None)
+    errors = _impossible(asked, code, "fresh", status_ref, None)
     if errors:
         raise ResultContractError("; ".join(errors))
-    return _failure(principal, call, spec, code, _timestamp(now), status_ref, request_sha256)
+    return _failure(asked, code, _timestamp(now), status_ref)
 
 
-def _package_call(principal: Principal, call: ToolCall, spec: object) -> ToolCall:
+def _asked(principal: Principal, call: ToolCall, spec: ToolSpec | None) -> _Asked:
+    """`_ask`, for values that no gate has seen yet: `ResultContractError` when one is malformed."""
     try:
         _check_host(principal, call)
     except HostContextError as error:
         raise ResultContractError(str(error)) from None
     if spec is not None and type(spec) is not ToolSpec:
         raise ResultContractError("spec: wanted a ToolSpec, or None for a tool that is not registered")
-    return _rebound(call)
+    return _ask(principal, call, spec)
 
 
 def _impossible(
-    principal: Principal,
-    call: ToolCall,
-    spec: ToolSpec | None,
-    code: str | None,
-    delivery: object,
-    status_ref: object,
-    request_sha256: str,
-    result: HandlerResult | None,
+    asked: _Asked, code: str | None, delivery: object, status_ref: object, result: HandlerResult | None
 ) -> list[str]:
     """What no gate can give: wrong tool, a write's answer on a read, a reference that is missing or another's.
 
     `code` is None for a success, whose `result` is then given.
     """
     errors: list[str] = []
+    spec = asked.spec
     if spec is None:
         if code not in ("UNKNOWN_TOOL", "CALL_ID_CONFLICT"):
             errors.append("spec: wanted a ToolSpec, for every answer about a registered tool")
-    elif spec.name != call.name:
+    elif spec.name != asked.call.name:
         errors.append("spec: wanted the ToolSpec of the call's own tool")
     elif code == "UNKNOWN_TOOL":
         errors.append("error.code: the tool is registered")
@@ -1617,17 +1734,15 @@ def _impossible(
         errors.append("downstream.receipt_id: wanted the receipt that reconciled")
     if code in _WRITE_ONLY_CODES and not write:
         errors.append("error.code: only a write can end so")
-    if code is None and spec is not None and _input_errors(spec, call.arguments):
+    if code is None and spec is not None and _input_errors(spec, asked.arguments):
         errors.append("data: wanted no success for arguments that break the input contract")
     needed = write and (code is None or code in ("OUTCOME_UNKNOWN", "OUTPUT_CONTRACT_VIOLATION"))
-    allowed = needed or (write and code in _NOT_STARTED_CODES)
-    key = call.context.idempotency_key
     if status_ref is None:
         if needed:
             errors.append("downstream.status_ref: wanted the operation's reference")
-    elif not allowed:
+    elif not needed and not (write and code in _NOT_STARTED_CODES):
         errors.append("downstream.status_ref: wanted null, for a refusal, a conflict or a read")
-    elif key is None or not _same(status_ref, _status_ref(_scope(principal, call, key), request_sha256)):
+    elif asked.context.idempotency_key is None or not _same(status_ref, _status_ref(asked)):
         errors.append("downstream.status_ref: wanted the reference of this call's own operation")
     return errors
 
@@ -1638,20 +1753,9 @@ def _input_errors(spec: ToolSpec, arguments: JsonObject | None) -> list[str]:
     return errors
 
 
-def _scope(principal: Principal, call: ToolCall, key: str) -> Scope:
-    return (principal.tenant_id, principal.subject_id, call.name, key)
-
-
-def _success(
-    principal: Principal,
-    call: ToolCall,
-    spec: ToolSpec,
-    result: HandlerResult,
-    delivery: Delivery,
-    status_ref: str | None,
-    request_sha256: str,
-) -> ResultPackage:
-    """`result` is a snapshot of its own: the package takes its data over."""
+def _success(asked: _Asked, checked: _Checked, delivery: Delivery, status_ref: str | None) -> ResultPackage:
+    """The package takes over the data, which is a snapshot of its own."""
+    result, spec = checked.result, cast("ToolSpec", asked.spec)
     model_result: ModelResult = {
         "schema_version": MODEL_RESULT_SCHEMA_VERSION,
         "status": "succeeded",
@@ -1666,23 +1770,15 @@ def _success(
             "trust": "untrusted_data",
         },
     }
-    downstream: Downstream = {
-        "request_id": result.request_id,
-        "receipt_id": result.receipt_id,
-        "status_ref": status_ref,
-    }
-    return _package(principal, call, spec, model_result, downstream, request_sha256)
+    return _package(
+        asked,
+        model_result,
+        checked.plain,
+        {"request_id": result.request_id, "receipt_id": result.receipt_id, "status_ref": status_ref},
+    )
 
 
-def _failure(
-    principal: Principal,
-    call: ToolCall,
-    spec: ToolSpec | None,
-    code: str,
-    observed_at: str,
-    status_ref: str | None,
-    request_sha256: str,
-) -> ResultPackage:
+def _failure(asked: _Asked, code: str, observed_at: str, status_ref: str | None) -> ResultPackage:
     policy = ERROR_CATALOG[code]
     model_result: ModelResult = {
         "schema_version": MODEL_RESULT_SCHEMA_VERSION,
@@ -1704,28 +1800,20 @@ def _failure(
             "trust": "trusted_control",
         },
     }
-    downstream: Downstream = {"request_id": None, "receipt_id": None, "status_ref": status_ref}
-    return _package(principal, call, spec, model_result, downstream, request_sha256)
+    return _package(asked, model_result, True, {"request_id": None, "receipt_id": None, "status_ref": status_ref})
 
 
-def _package(
-    principal: Principal,
-    call: ToolCall,
-    spec: ToolSpec | None,
-    model_result: ModelResult,
-    downstream: Downstream,
-    request_sha256: str,
-) -> ResultPackage:
+def _package(asked: _Asked, model_result: ModelResult, plain: bool, downstream: Downstream) -> ResultPackage:
     """The one place that puts a package together and ties it with its digests."""
-    context = call.context
-    result_sha256 = _sha256(_canonical(cast("JsonObject", model_result)))
+    context = asked.context
+    result_sha256 = _sha256(_canonical(model_result, plain))
     return {
         "model_result": model_result,
         "protected_audit": {
             "schema_version": AUDIT_SCHEMA_VERSION,
             "visibility": "protected_audit",
             "operation_id": context.operation_id,
-            "principal_ref": _principal_ref(principal),
+            "principal_ref": _principal_ref(asked.principal),
             "provider_context": {
                 "provider": context.provider,
                 "api_family": context.api_family,
@@ -1733,13 +1821,11 @@ def _package(
                 "call_id": context.call_id,
                 "adapter_revision": context.adapter_revision,
             },
-            "tool_contract": _tool_contract(call, spec),
+            "tool_contract": asked.contract,
             "binding": {
-                "request_sha256": request_sha256,
+                "request_sha256": asked.request_sha256,
                 "result_sha256": result_sha256,
-                "call_binding_sha256": call_binding_digest(
-                    principal, call, spec, request_sha256, result_sha256, downstream
-                ),
+                "call_binding_sha256": _binding_sha256(asked, result_sha256, downstream),
             },
             "downstream": downstream,
             "redactions": [],
@@ -1771,16 +1857,15 @@ def validate_result(principal: Principal, call: ToolCall, spec: ToolSpec | None,
     enough, and no field can be forgotten.
     """
     try:
-        call = _package_call(principal, call, spec)
+        asked = _asked(principal, call, spec)
     except ResultContractError as error:
         return [str(error)]
     errors: list[str] = []
-    if not _has_package_shape(package, errors):
-        return _bounded(errors)
-    seen = cast("ResultPackage", package)
-    wanted = _rebuilt(principal, call, spec, seen, errors)
-    if wanted is not None:
-        _differences(cast("JsonObject", wanted), cast("JsonObject", seen), "$", errors)
+    if _has_package_shape(package, errors):
+        seen = cast("ResultPackage", package)
+        wanted = _rebuilt(asked, seen, errors)
+        if wanted is not None:
+            _differences(cast("JsonObject", wanted), cast("JsonObject", seen), "$", errors)
     return _bounded(errors)
 
 
@@ -1794,18 +1879,15 @@ def _has_package_shape(package: object, errors: list[str]) -> bool:
     return True
 
 
-def _rebuilt(
-    principal: Principal, call: ToolCall, spec: ToolSpec | None, seen: ResultPackage, errors: list[str]
-) -> ResultPackage | None:
+def _rebuilt(asked: _Asked, seen: ResultPackage, errors: list[str]) -> ResultPackage | None:
     """The one package that may stand where `seen` stands, from the few parts that a handler or the clock decides."""
     model_result, downstream = seen["model_result"], seen["protected_audit"]["downstream"]
     provenance, delivery = model_result["provenance"], model_result["execution"]["delivery"]
-    status_ref = downstream["status_ref"]
-    request_sha256 = request_digest(principal, call, spec)
+    status_ref, spec = downstream["status_ref"], asked.spec
     body: object = model_result["error"]
     if body is None:
         if spec is None:
-            errors.append("$.model_result.status: wanted an error, for a tool that is not registered")
+            errors.append("$.model_result.error: wanted an error, for a tool that is not registered")
             return None
         result = HandlerResult(
             cast("JsonObject", model_result["data"]),
@@ -1815,12 +1897,10 @@ def _rebuilt(
             downstream["request_id"],
             downstream["receipt_id"],
         )
-        checked, output_errors = _checked_output(spec, call.arguments, result)
+        checked, output_errors = _checked_output(spec, asked.arguments, result)
         errors += [f"$.model_result: {error}" for error in output_errors]
-        errors += _impossible(principal, call, spec, None, delivery, status_ref, request_sha256, result)
-        if checked is None or errors:
-            return None
-        return _success(principal, call, spec, checked, delivery, status_ref, request_sha256)
+        errors += _impossible(asked, None, delivery, status_ref, result)
+        return None if checked is None or errors else _success(asked, checked, delivery, status_ref)
     if not _exact_fields(body, ErrorBody.__annotations__.keys(), "$.model_result.error", errors):
         return None
     code: object = cast("ErrorBody", body)["code"]
@@ -1829,18 +1909,17 @@ def _rebuilt(
         return None
     if not _is_timestamp(provenance["observed_at"]):
         errors.append("$.model_result.provenance.observed_at: wanted an existing UTC time as YYYY-MM-DDTHH:MM:SSZ")
-    errors += _impossible(principal, call, spec, code, delivery, status_ref, request_sha256, None)
-    if errors:
-        return None
-    return _failure(principal, call, spec, code, provenance["observed_at"], status_ref, request_sha256)
+    errors += _impossible(asked, code, delivery, status_ref, None)
+    return None if errors else _failure(asked, code, provenance["observed_at"], status_ref)
 
 
 def _differences(wanted: JsonObject, seen: JsonObject, path: str, errors: list[str]) -> None:
-    """Type-exact. The objects of a package have their exact fields by now; `data` is compared as a whole."""
+    """Type-exact. The objects of a package have their exact fields by now; `data` was copied from `seen`."""
     for name, value in wanted.items():
-        if isinstance(value, dict) and name != "data" and isinstance(seen[name], dict):
-            _differences(value, cast("JsonObject", seen[name]), f"{path}.{name}", errors)
-        elif not _same(value, seen[name]):
+        other = seen[name]
+        if type(value) is dict and type(other) is dict and name != "data":
+            _differences(value, other, f"{path}.{name}", errors)
+        elif type(value) is not type(other) or (name != "data" and value != other):
             errors.append(f"{path}.{name}: not what this principal, call and contract give")
 
 
@@ -1886,7 +1965,9 @@ def validate_result_set(
         else:
             answered[found] = index
             call = open_calls[found][1]
-            errors += [f"{where}: {text}" for text in validate_result(principal, call, registry.get(call.name), package)]
+            errors += [
+                f"{where}: {text}" for text in validate_result(principal, call, registry.get(call.name), package)
+            ]
     errors += [f"calls[{index}]: no answer" for key, (index, _) in open_calls.items() if key not in answered]
     return errors
 
@@ -2090,12 +2171,12 @@ class Dispatcher:
                 run.idempotency_key()  # 6
                 mine = run.idempotency(spec)  # 7
                 run.business_state(spec)  # 8
-                run.approval(spec, approvals)  # 9
+                run.approval(approvals)  # 9
             run.deadline(deadline)  # 10
             reserved = run.reservation(spec, mine)  # 11
             returned = run.handler(spec, reserved)  # 12
-            result = run.output(spec, reserved, returned)  # 13
-            return run.record(spec, reserved, result, "fresh")  # 14
+            checked = run.output(spec, reserved, returned)  # 13
+            return run.record(spec, reserved, checked, "fresh")  # 14
         except _Stop as stop:
             return stop.package
 
@@ -2123,8 +2204,8 @@ class Dispatcher:
             run.authorization(spec)
             record = run.status_reference(status_ref)
             run.operation(spec, record, expected_request_sha256)
-            result = run.receipt(spec, record)
-            return run.record(spec, record, result, "receipt_reconciled")
+            checked = run.receipt(spec, record)
+            return run.record(spec, record, checked, "receipt_reconciled")
         except _Stop as stop:
             return stop.package
 
@@ -2146,8 +2227,6 @@ class _Passage:
         self._call = call
         self._now = now
         self._trace = trace
-        self._spec: ToolSpec | None = None
-        self._request_sha256 = ""
         self._full: LedgerCapacityError | None = None  # set when the call identity could not be bound
 
     # How a gate ends.
@@ -2159,15 +2238,12 @@ class _Passage:
     def _stopped(self, gate: str, code: str, status_ref: str | None = None) -> _Stop:
         if self._trace is not None:
             self._trace.append((gate, code))
-        at = _timestamp(self._now)
-        return _Stop(_failure(self._principal, self._call, self._spec, code, at, status_ref, self._request_sha256))
+        return _Stop(_failure(self._asked, code, _timestamp(self._now), status_ref))
 
-    def _answered(
-        self, gate: str, spec: ToolSpec, result: HandlerResult, delivery: Delivery, status_ref: str | None
-    ) -> ResultPackage:
+    def _answered(self, gate: str, checked: _Checked, delivery: Delivery, status_ref: str | None) -> ResultPackage:
         if self._trace is not None:
             self._trace.append((gate, f"OK {delivery}"))
-        return _success(self._principal, self._call, spec, result, delivery, status_ref, self._request_sha256)
+        return _success(self._asked, checked, delivery, status_ref)
 
     # Gates of both entry points.
 
@@ -2190,15 +2266,13 @@ class _Passage:
             raise HostContextError("status_ref: wanted 'status_' and 32 lowercase hex characters")
         if type(expected_request_sha256) is not str or not _SHA256.fullmatch(expected_request_sha256):
             raise HostContextError("expected_request_sha256: wanted 64 lowercase hex characters")
-        self._call = _rebound(self._call)
+        self._asked = _ask(self._principal, self._call, self._host.registry.get(self._call.name))
         self._passed("context")
         return tuple(approvals)
 
     def call_identity(self, purpose: Purpose) -> None:
         """One provider call stands for one request, valid or not, and for one purpose."""
-        principal, context = self._principal, self._call.context
-        self._spec = self._host.registry.get(self._call.name)
-        self._request_sha256 = request_digest(principal, self._call, self._spec)
+        principal, context = self._principal, self._asked.context
         identity = (
             principal.tenant_id,
             principal.subject_id,
@@ -2207,9 +2281,8 @@ class _Passage:
             context.response_id,
             context.call_id,
         )
-        fingerprint = _fingerprint(context, self._request_sha256, purpose)
         try:
-            bound = self._ledger.bind_call(identity, fingerprint, now=self._now)
+            bound = self._ledger.bind_call(identity, _fingerprint(self._asked, purpose), now=self._now)
         except LedgerCapacityError as full:
             # A full ledger must still answer about the operations it has (section 9). The identity stays unbound, so
             # `reservation` refuses whatever would run a handler.
@@ -2219,13 +2292,13 @@ class _Passage:
         self._passed("call_identity")
 
     def registry(self) -> ToolSpec:
-        if self._spec is None:
+        if self._asked.spec is None:
             raise self._stopped("registry", "UNKNOWN_TOOL")
         self._passed("registry")
-        return self._spec
+        return self._asked.spec
 
     def input(self, spec: ToolSpec) -> None:
-        if _input_errors(spec, self._call.arguments):
+        if _input_errors(spec, self._asked.arguments):
             raise self._stopped("input", "INVALID_ARGUMENTS")
         self._passed("input")
 
@@ -2242,17 +2315,16 @@ class _Passage:
 
     def _arguments(self) -> JsonObject:
         """A fresh copy for each callback. From gate 4 on they are an object."""
-        return cast("JsonObject", self._call.arguments)
+        return cast("JsonObject", self._asked.call.arguments)
 
     # What is known about an operation: shared by gates 7 and 11 and by the query.
 
     def _operation(self, spec: ToolSpec) -> OperationRecord:
         """The pending record that this call would reserve: what every record on file is compared with."""
-        context = self._call.context
-        scope = _scope(self._principal, self._call, cast("str", context.idempotency_key))
+        context = self._asked.context
         return OperationRecord(
-            scope=scope,
-            request_sha256=self._request_sha256,
+            scope=_scope(self._asked),
+            request_sha256=self._asked.request_sha256,
             profile=(context.provider, context.api_family, context.adapter_revision),
             revisions=(
                 spec.output_schema_revision,
@@ -2260,7 +2332,7 @@ class _Passage:
                 spec.handler_revision,
                 spec.producer_revision,
             ),
-            status_ref=_status_ref(scope, self._request_sha256),
+            status_ref=_status_ref(self._asked),
             reserved_at=self._now,
             token="",
         )
@@ -2277,15 +2349,15 @@ class _Passage:
 
     def _replay(self, gate: str, spec: ToolSpec, record: OperationRecord) -> ResultPackage:
         """The recorded result, by today's output contract, as a copy that shares nothing with the record."""
-        result, _ = _checked_output(spec, self._call.arguments, record.result)
-        if result is None:
+        checked, _ = _checked_output(spec, self._asked.arguments, record.result)
+        if checked is None:
             raise self._stopped(gate, "OUTPUT_CONTRACT_VIOLATION", record.status_ref)
-        return self._answered(gate, spec, result, "local_replay", record.status_ref)
+        return self._answered(gate, checked, "local_replay", record.status_ref)
 
     # Gates of `dispatch`.
 
     def idempotency_key(self) -> None:
-        if self._call.context.idempotency_key is None:
+        if self._asked.context.idempotency_key is None:
             raise self._stopped("idempotency_key", "IDEMPOTENCY_KEY_REQUIRED")
         self._passed("idempotency_key")
 
@@ -2300,14 +2372,11 @@ class _Passage:
             raise self._stopped("business_state", "BUSINESS_RULE_VIOLATION")
         self._passed("business_state")
 
-    def approval(self, spec: ToolSpec, approvals: Sequence[object]) -> None:
+    def approval(self, approvals: Sequence[object]) -> None:
         if not approvals:
             raise self._stopped("approval", "APPROVAL_REQUIRED")
-        allowed, now = self._host._approvers, self._now
-        if not any(
-            _approval_holds(approval, self._principal, self._call, spec, self._request_sha256, allowed, now)
-            for approval in approvals
-        ):
+        allowed = self._host._approvers
+        if not any(_approval_holds(approval, self._asked, allowed, self._now) for approval in approvals):
             raise self._stopped("approval", "APPROVAL_INVALID")
         self._passed("approval")
 
@@ -2322,7 +2391,7 @@ class _Passage:
             raise self._full
         if mine is None:
             return None
-        reserved = replace(mine, token=f"{next(self._host._reservations)}-{self._call.context.call_id}")
+        reserved = replace(mine, token=f"{next(self._host._reservations)}-{self._asked.context.call_id}")
         existing = self._ledger.reserve(reserved)
         if existing is not None:
             self._answer_from("reservation", spec, existing, reserved)
@@ -2334,10 +2403,10 @@ class _Passage:
         invocation = Invocation(
             principal=self._principal,
             arguments=self._arguments(),
-            operation_id=self._call.context.operation_id,
-            idempotency_key=None if reserved is None else self._call.context.idempotency_key,
+            operation_id=self._asked.context.operation_id,
+            idempotency_key=None if reserved is None else self._asked.context.idempotency_key,
             status_ref=None if reserved is None else reserved.status_ref,
-            request_sha256=self._request_sha256,
+            request_sha256=self._asked.request_sha256,
             timeout_ms=spec.timeout_ms,
             now=self._now,
         )
@@ -2360,13 +2429,13 @@ class _Passage:
         except Exception:  # noqa: BLE001 - then the scope is still pending, and so is the answer
             return False
 
-    def output(self, spec: ToolSpec, reserved: OperationRecord | None, returned: object) -> HandlerResult:
-        result, _ = _checked_output(spec, self._call.arguments, returned)
-        if result is None:
+    def output(self, spec: ToolSpec, reserved: OperationRecord | None, returned: object) -> _Checked:
+        checked, _ = _checked_output(spec, self._asked.arguments, returned)
+        if checked is None:
             ref = None if reserved is None else reserved.status_ref
             raise self._stopped("output", "OUTPUT_CONTRACT_VIOLATION", ref)
         self._passed("output")
-        return result
+        return checked
 
     # Gates of `query_operation_status`.
 
@@ -2379,7 +2448,7 @@ class _Passage:
 
     def operation(self, spec: ToolSpec, record: OperationRecord, expected_request_sha256: str) -> None:
         """The record means this very operation; one that is settled answers at once."""
-        if expected_request_sha256 != self._request_sha256 or not _same_operation(record, self._operation(spec)):
+        if expected_request_sha256 != self._asked.request_sha256 or not _same_operation(record, self._operation(spec)):
             raise self._stopped("operation", "STATUS_CONFLICT")
         if record.state == "succeeded":
             raise _Stop(self._replay("operation", spec, record))
@@ -2387,7 +2456,7 @@ class _Passage:
             raise self._stopped("operation", record.code, record.status_ref)
         self._passed("operation")
 
-    def receipt(self, spec: ToolSpec, record: OperationRecord) -> HandlerResult:
+    def receipt(self, spec: ToolSpec, record: OperationRecord) -> _Checked:
         """The downstream's evidence, believed only as far as it fits the record and the output contract."""
         query = ReceiptQuery(
             principal=self._principal,
@@ -2408,21 +2477,21 @@ class _Passage:
             and _same(receipt.status_ref, record.status_ref)
             and _same(receipt.request_sha256, record.request_sha256)
         ):
-            result, _ = _checked_output(spec, self._call.arguments, receipt.result)
-            if result is not None and result.receipt_id is not None:
+            checked, _ = _checked_output(spec, self._asked.arguments, receipt.result)
+            if checked is not None and checked.result.receipt_id is not None:
                 self._passed("receipt")
-                return result
+                return checked
         raise self._stopped("receipt", "STATUS_CONFLICT")
 
     # The last gate of both.
 
     def record(
-        self, spec: ToolSpec, reserved: OperationRecord | None, result: HandlerResult, delivery: Delivery
+        self, spec: ToolSpec, reserved: OperationRecord | None, checked: _Checked, delivery: Delivery
     ) -> ResultPackage:
         """Complete a write's reservation, then project. Whoever completes first decides what is shown."""
         if reserved is None:
-            return self._answered("record", spec, result, delivery, None)
-        kept = replace(result, data=cast("JsonObject", json.loads(_ENCODE(result.data))))
+            return self._answered("record", checked, delivery, None)
+        kept = replace(checked.result, data=_decode(checked.text)[0])  # shares nothing with the package
         try:
             recorded = self._ledger.complete(reserved, kept)
             succeeded = recorded.state == "succeeded"
@@ -2432,7 +2501,7 @@ class _Passage:
             raise self._stopped("record", "OUTCOME_UNKNOWN", reserved.status_ref)
         if recorded.result is not kept and not _same_result(recorded.result, kept):
             return self._replay("record", spec, recorded)
-        return self._answered("record", spec, result, delivery, reserved.status_ref)
+        return self._answered("record", checked, delivery, reserved.status_ref)
 
 
 def _same_operation(record: OperationRecord, mine: OperationRecord) -> bool:
@@ -2522,7 +2591,7 @@ _ADAPTERS: Final = MappingProxyType(
 
 def to_provider_payload(principal: Principal, call: ToolCall, spec: ToolSpec | None, package: object) -> dict[str, Any]:
     """The payload that fits `call.context.provider`; `ResultContractError` as in the adapter it chooses."""
-    _package_call(principal, call, spec)
+    _asked(principal, call, spec)
     return _ADAPTERS[call.context.provider](principal, call, spec, package)
 
 
@@ -2530,13 +2599,13 @@ def _model_text(
     principal: Principal, call: ToolCall, spec: ToolSpec | None, package: object, provider: str, api_family: str
 ) -> str:
     """The only way to a payload: profile and whole package checked, and only `model_result` comes out."""
-    call = _package_call(principal, call, spec)
-    if (call.context.provider, call.context.api_family) != (provider, api_family):
+    context = _asked(principal, call, spec).context
+    if (context.provider, context.api_family) != (provider, api_family):
         raise ResultContractError(f"call: wanted one of {provider} {api_family}")
     errors = validate_result(principal, call, spec, package)
     if errors:
         raise ResultContractError("; ".join(errors[:10]))
-    return _canonical(cast("JsonObject", cast("ResultPackage", package)["model_result"]))
+    return canonical_json(cast("ResultPackage", package)["model_result"])
 
 
 # ==== 12. Mock shop (section 6) =======================================================================================
@@ -2791,21 +2860,27 @@ _WRITES: Final = frozenset(spec.name for spec in MockShop().tools() if spec.effe
 
 def _check_object(value: object, table: Mapping[str, Check], path: str, errors: list[str]) -> JsonObject:
     """Exact fields, each by the table. What comes back holds only the fields that are right."""
-    _exact_fields(value, table.keys(), path, errors)
-    if type(value) is not dict or not set(map(type, value)) <= {str}:
+    exact = _exact_fields(value, table.keys(), path, errors)
+    if type(value) is not dict or not (exact or _ONLY_STRINGS.issuperset(map(type, value))):
         return {}
-    right: JsonObject = {}
-    for name, (is_right, wanted) in table.items():
-        if name in value:
-            if is_right(value[name]):
-                right[name] = value[name]
-            else:
-                errors.append(f"{path}.{name}: {wanted}")
-    return right
+    known: JsonObject = value if exact else {name: value[name] for name in table if name in value}
+    wrong = [name for name, item in known.items() if not table[name][0](item)]
+    errors.extend(f"{path}.{name}: {table[name][1]}" for name in wrong)
+    return {name: item for name, item in known.items() if name not in wrong} if wrong else known
 
 
 def validate_fixture(value: object) -> list[str]:
     """All the ways in which `value` is no fixture of section 15, with JSON paths; bounded, and never raises."""
+    errors = _format_errors(value)
+    try:
+        _snapshot(value)
+    except PortableJsonError as error:
+        errors.append(str(error))
+    return _bounded(errors)
+
+
+def _format_errors(value: object) -> list[str]:
+    """Those of the format. That the value is portable, size and depth included, `parse_json` has seen already."""
     errors: list[str] = []
     fixture = _check_object(value, _FIXTURE_FIELDS, "$", errors)
     if "contract" in fixture:
@@ -2818,13 +2893,7 @@ def validate_fixture(value: object) -> list[str]:
         if len(errors) > _MAX_ERRORS:
             break
         _check_case(case, f"$.cases[{index}]", ids, errors)
-    if not errors:
-        # Each value is right by itself; what is left is what they are together: size and depth.
-        try:
-            _snapshot(value)
-        except PortableJsonError as error:
-            errors.append(str(error))
-    return _bounded(errors)
+    return errors
 
 
 def _check_unique(value: object, seen: set[str], path: str, errors: list[str]) -> None:
@@ -2852,7 +2921,6 @@ def _check_step(value: object, path: str, earlier: set[str], errors: list[str]) 
     proposal: JsonObject = {}
     if "proposal" in step:
         proposal = _check_object(step["proposal"], _PROPOSAL_FIELDS, f"{path}.proposal", errors)
-        _check_portable(proposal.get("arguments"), f"{path}.proposal.arguments", errors)
     if "execution_context" in step:
         where = f"{path}.execution_context"
         context = _check_object(step["execution_context"], _CONTEXT_FIELDS, where, errors)
@@ -2862,7 +2930,6 @@ def _check_step(value: object, path: str, earlier: set[str], errors: list[str]) 
             errors.append(f"{where}: wanted a provider, api_family and adapter_revision that go together")
     if "expected" in step:
         expected = _check_object(step["expected"], _EXPECTED_FIELDS, f"{path}.expected", errors)
-        _check_portable(expected.get("data"), f"{path}.expected.data", errors)
         if expected.get("code") == "OK" and expected.get("recovery", "none") != "none":
             errors.append(f"{path}.expected.recovery: wanted none for OK")
     action, source = step.get("action"), step.get("status_ref_from")
@@ -2880,13 +2947,6 @@ def _check_step(value: object, path: str, earlier: set[str], errors: list[str]) 
     _check_unique(step.get("step_id"), earlier, f"{path}.step_id", errors)
 
 
-def _check_portable(value: object, path: str, errors: list[str]) -> None:
-    try:
-        _snapshot(value, _MAX_PAYLOAD_DEPTH)
-    except PortableJsonError as error:
-        errors.append(f"{path}{error.path}: {error.wanted}")
-
-
 def load_fixture(path: str | os.PathLike[str]) -> JsonObject:
     """Read, decode and check a fixture file; `FixtureIOError` or `FixtureError`, never with a local path in it."""
     raw = _read_fixture(path)
@@ -2894,15 +2954,14 @@ def load_fixture(path: str | os.PathLike[str]) -> JsonObject:
         value = parse_json(raw)
     except PortableJsonError as error:
         raise FixtureError(str(error)) from None
-    _require_fixture(value)
+    _refuse(_format_errors(value))
     return cast("JsonObject", value)
 
 
-def _require_fixture(value: object) -> None:
-    errors = validate_fixture(value)
+def _refuse(errors: list[str]) -> None:
     if errors:
-        shown = errors[:15] if len(errors) <= 15 else [*errors[:15], f"... and {len(errors) - 15} more"]
-        raise FixtureError("\n".join(shown))
+        more = [f"... and {len(errors) - 15} more"] if len(errors) > 15 else []
+        raise FixtureError("\n".join([*map(_clipped, errors[:15]), *more]))
 
 
 def _read_fixture(path: str | os.PathLike[str]) -> bytes:
@@ -2968,16 +3027,17 @@ def run_fixture(fixture: object, *, case_ids: Iterable[str] | None = None) -> Fi
 
     `case_ids` runs, and counts, only those cases; an unknown one is a `FixtureError` that lists the ids.
     """
-    return _run_fixture(fixture, case_ids, lambda report, _trace, _package, _payload: report)
+    _refuse(validate_fixture(fixture))
+    checked = cast("JsonObject", _snapshot(fixture)[0])
+    return _run_cases(checked, case_ids, lambda report, _trace, _package, _payload: report)
 
 
 # What becomes of one step's report: (report, trace, package, provider payload) -> the report as shown.
 Shown: TypeAlias = Callable[[StepReport, Trace, ResultPackage, "dict[str, Any] | None"], StepReport]
 
 
-def _run_fixture(fixture: object, case_ids: Iterable[str] | None, shown: Shown) -> FixtureReport:
-    _require_fixture(fixture)
-    cases = cast("list[dict[str, Any]]", cast("JsonObject", _snapshot(fixture))["cases"])
+def _run_cases(fixture: JsonObject, case_ids: Iterable[str] | None, shown: Shown) -> FixtureReport:
+    cases = cast("list[dict[str, Any]]", fixture["cases"])
     known = [case["id"] for case in cases]
     wanted = known if case_ids is None else list(case_ids)
     if not all(name in known for name in wanted):
@@ -3040,7 +3100,7 @@ def _step_approvals(
     if kind == "none" or spec is None:
         return ()
     if kind == "expired":
-        return (_approval(principal, call, spec, _MOCK_APPROVER, now - 1),)
+        return (_approval(_ask(principal, call, spec), _MOCK_APPROVER, now - 1),)
     valid = grant_approval(principal, call, spec, approver_id=_MOCK_APPROVER, now=now)
     return (valid if kind == "valid" else replace(valid, approval_digest="0" * 64),)
 
@@ -3080,7 +3140,7 @@ def _step_report(step: dict[str, Any], package: ResultPackage, side_effects: int
 
 _USAGE: Final = """\
 error: unknown or incomplete argument; usage:
-  tool_dispatcher.py [--fixture PATH] [--case ID]... [--format json|table] [--explain] [--packages] [--version]"""
+  [--fixture PATH] [--case ID]... [--format json|table] [--explain] [--packages] [--version]"""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -3100,7 +3160,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 extra |= {"package": package, "provider_payload": payload}
             return cast("StepReport", {**report, **extra})
 
-        report = _run_fixture(load_fixture(path), options.case, shown)
+        report = _run_cases(load_fixture(path), options.case, shown)
     except _UnusableArguments:
         return _fail(_USAGE)
     except FixtureError as error:
@@ -3128,7 +3188,9 @@ def _arguments(argv: Sequence[str] | None) -> Any:
     )
     parser.add_argument("--fixture", metavar="PATH", help="a tool-cases-v2 file (default: tool-cases.json beside this)")
     parser.add_argument("--case", metavar="ID", action="append", help="run only this case (may be repeated)")
-    parser.add_argument("--format", choices=("json", "table"), default="json", help="json (default), or a table to read")
+    parser.add_argument(
+        "--format", choices=("json", "table"), default="json", help="json (default), or a table to read"
+    )
     parser.add_argument("--explain", action="store_true", help="add the gates each step went through")
     parser.add_argument("--packages", action="store_true", help="add both projections and the provider payload")
     parser.add_argument("--version", action="store_true", help="print the version and the contract names")
@@ -3154,7 +3216,10 @@ def _table(report: FixtureReport) -> str:
             lines += [f"      {gate:<16} {verdict}" for gate, verdict in extra.get("gates", ())]
             for part in ("package", "provider_payload"):
                 if part in extra:
-                    lines += [f"      {part}:", *(f"      {line}" for line in json.dumps(extra[part], indent=2).split("\n"))]
+                    lines += [
+                        f"      {part}:",
+                        *(f"      {line}" for line in json.dumps(extra[part], indent=2).split("\n")),
+                    ]
     lines.append(f"{passed} of {report['step_count']} steps as expected, in {report['case_count']} cases")
     return "\n".join(lines)
 
