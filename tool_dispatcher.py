@@ -1022,20 +1022,19 @@ def _check_rule(rule: object, path: str, room: int, arguments: Set[str] | None) 
 
 
 def _check_bounds(rule: FieldRule, path: str) -> None:
-    for low_name, high_name, fits in (
-        ("min_length", "max_length", lambda bound: type(bound) is int and bound >= 0),
-        ("minimum", "maximum", lambda bound: _is_number_of(rule.type, bound)),
-    ):
+    for low_name, high_name in (("min_length", "max_length"), ("minimum", "maximum")):
         low, high = getattr(rule, low_name), getattr(rule, high_name)
         for name, bound in ((low_name, low), (high_name, high)):
-            if bound is not None and not fits(bound):
-                raise ToolContractError(f"{path}.{name}: wanted a bound of the field's own type")
+            if bound is not None and not _is_bound(rule, name, bound):
+                raise ToolContractError(f"{path}.{name}: wanted a bound that fits the field's type")
         if low is not None and high is not None and low > high:
             raise ToolContractError(f"{path}.{low_name}: wanted no more than {high_name}")
 
 
-def _is_number_of(kind: type, value: object) -> bool:
-    return type(value) is int or (kind is float and type(value) is float and isfinite(value))
+def _is_bound(rule: FieldRule, name: str, bound: object) -> bool:
+    if name.endswith("_length"):
+        return type(bound) is int and bound >= 0
+    return type(bound) is int or (rule.type is float and type(bound) is float and isfinite(bound))
 
 
 def _check_enum(rule: FieldRule, path: str) -> None:
