@@ -41,7 +41,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from datetime import datetime, timedelta
 from functools import lru_cache
-from itertools import count
 from math import isfinite
 from types import MappingProxyType
 from typing import Any, Final, Literal, NamedTuple, NoReturn, Protocol, TypeAlias, TypedDict, cast
@@ -1351,16 +1350,80 @@ def _ask(principal: Principal, call: ToolCall, spec: ToolSpec | None) -> _Asked:
         "producer_revision": named.producer_revision,
         "policy_revision": named.policy_revision,
     }
-    request: JsonObject = {
+    asked = _Asked(principal, call, call.context, spec, contract, arguments, "")
+    return asked._replace(request_sha256=_sha256(_canonical(_request(asked), bound.plain)))
+
+
+# What each digest is taken of, by exactly the keys of section 12. The public functions check what they are given, which
+# may come from anywhere; inside, the gates have checked it before.
+
+
+def _request(asked: _Asked) -> JsonObject:
+    contract = asked.contract
+    return {
+        "tenant_id": asked.principal.tenant_id,
+        "subject_id": asked.principal.subject_id,
+        "tool": contract["name"],
+        "arguments": asked.arguments,
+        "input_schema_revision": contract["input_schema_revision"],
+        "output_schema_revision": contract["output_schema_revision"],
+        "effect_revision": contract["effect_revision"],
+    }
+
+
+def _fingerprint(asked: _Asked, purpose: Purpose) -> _Names:
+    context = asked.context
+    return {
+        "provider": context.provider,
+        "api_family": context.api_family,
+        "response_id": context.response_id,
+        "call_id": context.call_id,
+        "operation_id": context.operation_id,
+        "idempotency_key": context.idempotency_key,
+        "adapter_revision": context.adapter_revision,
+        "purpose": purpose,
+        "request_sha256": asked.request_sha256,
+    }
+
+
+def _approved(asked: _Asked, approval_id: str, approver_id: str, expires_at: int) -> _Names:
+    context, contract = asked.context, asked.contract
+    return {
+        "provider": context.provider,
+        "api_family": context.api_family,
+        "adapter_revision": context.adapter_revision,
+        "operation_id": context.operation_id,
+        "call_id": context.call_id,
+        "response_id": context.response_id,
+        "idempotency_key": context.idempotency_key,
+        "request_sha256": asked.request_sha256,
+        "input_schema_revision": contract["input_schema_revision"],
+        "output_schema_revision": contract["output_schema_revision"],
+        "effect_revision": contract["effect_revision"],
+        "policy_revision": contract["policy_revision"],
+        "approval_id": approval_id,
+        "approver_id": approver_id,
+        "expires_at": expires_at,
+    }
+
+
+def _binding(asked: _Asked, result_sha256: str, downstream: Downstream) -> _Names:
+    principal, context = asked.principal, asked.context
+    return {
         "tenant_id": principal.tenant_id,
         "subject_id": principal.subject_id,
-        "tool": bound.name,
-        "arguments": arguments,
-        "input_schema_revision": named.input_schema_revision,
-        "output_schema_revision": named.output_schema_revision,
-        "effect_revision": named.effect_revision,
+        "provider": context.provider,
+        "api_family": context.api_family,
+        "response_id": context.response_id,
+        "call_id": context.call_id,
+        "operation_id": context.operation_id,
+        "idempotency_key": context.idempotency_key,
+        "adapter_revision": context.adapter_revision,
+        "tool_contract": cast("_Names", asked.contract),
+        "request_sha256": asked.request_sha256,
+        "result_sha256": result_sha256,
+        "downstream": cast("_Names", downstream),
     }
-    return _Asked(principal, call, call.context, spec, contract, arguments, _sha256(_canonical(request, bound.plain)))
 
 
 def request_digest(principal: Principal, call: ToolCall, spec: ToolSpec | None) -> str:
@@ -1368,7 +1431,7 @@ def request_digest(principal: Principal, call: ToolCall, spec: ToolSpec | None) 
 
     Arguments outside the portable domain, or that are no object, count as `null`.
     """
-    return _ask(principal, call, spec).request_sha256
+    return digest(_request(_ask(principal, call, spec)))
 
 
 def result_digest(model_result: Mapping[str, object]) -> str:
@@ -1386,80 +1449,19 @@ def call_binding_digest(
 ) -> str:
     """Request and result, bound to one principal, provider turn, operation, key, contract and evidence."""
     asked = _ask(principal, call, spec)._replace(request_sha256=request_sha256)
-    return _binding_sha256(asked, result_sha256, downstream)
-
-
-def _binding_sha256(asked: _Asked, result_sha256: str, downstream: Downstream) -> str:
-    principal, context = asked.principal, asked.context
-    return _names_digest(
-        {
-            "tenant_id": principal.tenant_id,
-            "subject_id": principal.subject_id,
-            "provider": context.provider,
-            "api_family": context.api_family,
-            "response_id": context.response_id,
-            "call_id": context.call_id,
-            "operation_id": context.operation_id,
-            "idempotency_key": context.idempotency_key,
-            "adapter_revision": context.adapter_revision,
-            "tool_contract": cast("_Names", asked.contract),
-            "request_sha256": asked.request_sha256,
-            "result_sha256": result_sha256,
-            "downstream": cast("_Names", downstream),
-        }
-    )
+    return digest(_binding(asked, result_sha256, downstream))
 
 
 def call_fingerprint(principal: Principal, call: ToolCall, spec: ToolSpec | None, *, purpose: Purpose) -> str:
     """What one provider call identity stands for: a request, a context and a purpose (gate 2)."""
-    return _fingerprint(_ask(principal, call, spec), purpose)
-
-
-def _fingerprint(asked: _Asked, purpose: Purpose) -> str:
-    context = asked.context
-    return _names_digest(
-        {
-            "provider": context.provider,
-            "api_family": context.api_family,
-            "response_id": context.response_id,
-            "call_id": context.call_id,
-            "operation_id": context.operation_id,
-            "idempotency_key": context.idempotency_key,
-            "adapter_revision": context.adapter_revision,
-            "purpose": purpose,
-            "request_sha256": asked.request_sha256,
-        }
-    )
+    return digest(_fingerprint(_ask(principal, call, spec), purpose))
 
 
 def approval_digest(
     principal: Principal, call: ToolCall, spec: ToolSpec, *, approval_id: str, approver_id: str, expires_at: int
 ) -> str:
     """What a human said yes to: this call, by this contract, until this second (section 8)."""
-    return _approval_sha256(_ask(principal, call, spec), approval_id, approver_id, expires_at)
-
-
-def _approval_sha256(asked: _Asked, approval_id: str, approver_id: str, expires_at: int) -> str:
-    context, contract = asked.context, asked.contract
-    return _names_digest(
-        {
-            "provider": context.provider,
-            "api_family": context.api_family,
-            "adapter_revision": context.adapter_revision,
-            "operation_id": context.operation_id,
-            "call_id": context.call_id,
-            "response_id": context.response_id,
-            "idempotency_key": context.idempotency_key,
-            "request_sha256": asked.request_sha256,
-            "input_schema_revision": contract["input_schema_revision"],
-            "output_schema_revision": contract["output_schema_revision"],
-            "effect_revision": contract["effect_revision"],
-            "policy_revision": contract["policy_revision"],
-            "approval_id": approval_id,
-            "approver_id": approver_id,
-            "expires_at": expires_at,
-        }
-    )
+    return digest(_approved(_ask(principal, call, spec), approval_id, approver_id, expires_at))
 
 
 def _principal_ref(principal: Principal) -> str:
@@ -1557,7 +1559,7 @@ def _approval_of(asked: _Asked, approval_id: str, approver_id: str, expires_at: 
         subject_id=asked.principal.subject_id,
         input_schema_revision=contract["input_schema_revision"],
         policy_revision=contract["policy_revision"],
-        approval_digest=_approval_sha256(asked, approval_id, approver_id, expires_at),
+        approval_digest=_names_digest(_approved(asked, approval_id, approver_id, expires_at)),
         expires_at=expires_at,
         approver_id=approver_id,
     )
@@ -1666,6 +1668,8 @@ def success_package(
     `status_ref` is the reference of a write's operation, None for a read.
     """
     asked = _asked(principal, call, spec)
+    if asked.spec is None:
+        raise ResultContractError("spec: wanted a ToolSpec; a tool that is not registered has no success")
     checked, errors = _checked_output(spec, asked.arguments, result)
     errors += _impossible(asked, None, delivery, status_ref, result)
     if checked is None or errors:
@@ -1824,7 +1828,7 @@ def _package(asked: _Asked, model_result: ModelResult, plain: bool, downstream: 
             "binding": {
                 "request_sha256": asked.request_sha256,
                 "result_sha256": result_sha256,
-                "call_binding_sha256": _binding_sha256(asked, result_sha256, downstream),
+                "call_binding_sha256": _names_digest(_binding(asked, result_sha256, downstream)),
             },
             "downstream": downstream,
             "redactions": [],
@@ -1991,7 +1995,7 @@ class OperationRecord:
     """One reservation of a scope: enough to tell whether a call means the same operation, and what became of it.
 
     `profile` is (provider, api_family, adapter_revision); `revisions` are those of output, effect, handler and producer;
-    `reserved_at` is in Unix seconds; `token` tells reservations of one scope apart. `result` is there when succeeded,
+    `reserved_at` is in Unix seconds; `token` counts the reservations of one scope, to tell them apart. `result` is there when succeeded,
     `code` when not started.
     """
 
@@ -2140,7 +2144,6 @@ class Dispatcher:
         self.registry: Mapping[str, ToolSpec] = MappingProxyType(registry)
         self._ledger: Ledger = MemoryLedger() if ledger is None else ledger
         self._approvers = frozenset(allowed)
-        self._reservations = count(1)  # tells reservations of one call apart
 
     def dispatch(
         self,
@@ -2280,8 +2283,9 @@ class _Passage:
             context.response_id,
             context.call_id,
         )
+        fingerprint = _names_digest(_fingerprint(self._asked, purpose))
         try:
-            bound = self._ledger.bind_call(identity, _fingerprint(self._asked, purpose), now=self._now)
+            bound = self._ledger.bind_call(identity, fingerprint, now=self._now)
         except LedgerCapacityError as full:
             # A full ledger must still answer about the operations it has (section 9). The identity stays unbound, so
             # `reservation` refuses whatever would run a handler.
@@ -2333,7 +2337,7 @@ class _Passage:
             ),
             status_ref=_status_ref(self._asked),
             reserved_at=self._now,
-            token="",
+            token="1",
         )
 
     def _answer_from(self, gate: str, spec: ToolSpec, record: OperationRecord | None, mine: OperationRecord) -> None:
@@ -2362,9 +2366,10 @@ class _Passage:
 
     def idempotency(self, spec: ToolSpec) -> OperationRecord:
         mine = self._operation(spec)
-        self._answer_from("idempotency", spec, self._ledger.find(mine.scope), mine)
+        earlier = self._ledger.find(mine.scope)
+        self._answer_from("idempotency", spec, earlier, mine)
         self._passed("idempotency")
-        return mine
+        return mine if earlier is None else replace(mine, token=str(int(earlier.token) + 1))
 
     def business_state(self, spec: ToolSpec) -> None:
         if spec.business_rule is not None and not self._says_true(spec.business_rule):
@@ -2390,13 +2395,12 @@ class _Passage:
             raise self._full
         if mine is None:
             return None
-        reserved = replace(mine, token=f"{next(self._host._reservations)}-{self._asked.context.call_id}")
-        existing = self._ledger.reserve(reserved)
+        existing = self._ledger.reserve(mine)
         if existing is not None:
-            self._answer_from("reservation", spec, existing, reserved)
-            raise self._stopped("reservation", "OUTCOME_UNKNOWN", reserved.status_ref)
+            self._answer_from("reservation", spec, existing, mine)
+            raise self._stopped("reservation", "OUTCOME_UNKNOWN", mine.status_ref)
         self._passed("reservation")
-        return reserved
+        return mine
 
     def handler(self, spec: ToolSpec, reserved: OperationRecord | None) -> object:
         invocation = Invocation(
@@ -2851,7 +2855,10 @@ _EXPECTED_FIELDS: Final[Mapping[str, Check]] = MappingProxyType(
         "recovery": _one_of(*_RECOVERIES),
         "delivery": _one_of(*_DELIVERIES),
         "data": (lambda value: value is None or _is_object(value), "wanted an object or null"),
-        "side_effect_count": (lambda value: type(value) is int and value >= 0, "wanted an integer from 0"),
+        "side_effect_count": (
+            lambda value: type(value) is int and 0 <= value <= MAX_SAFE_INTEGER,
+            f"wanted an integer from 0 to {MAX_SAFE_INTEGER}",
+        ),
     }
 )
 _WRITES: Final = frozenset(spec.name for spec in MockShop().tools() if spec.effect == "write")
@@ -2871,15 +2878,16 @@ def _check_object(value: object, table: Mapping[str, Check], path: str, errors: 
 def validate_fixture(value: object) -> list[str]:
     """All the ways in which `value` is no fixture of section 15, with JSON paths; bounded, and never raises."""
     errors = _format_errors(value)
-    try:
-        _snapshot(value)
-    except PortableJsonError as error:
-        errors.append(str(error))
+    if not errors:
+        # Each part is right by itself; what is left is what they are together: size and depth.
+        try:
+            _snapshot(value)
+        except PortableJsonError as error:
+            errors.append(str(error))
     return _bounded(errors)
 
 
 def _format_errors(value: object) -> list[str]:
-    """Those of the format. That the value is portable, size and depth included, `parse_json` has seen already."""
     errors: list[str] = []
     fixture = _check_object(value, _FIXTURE_FIELDS, "$", errors)
     if "contract" in fixture:
@@ -2920,6 +2928,7 @@ def _check_step(value: object, path: str, earlier: set[str], errors: list[str]) 
     proposal: JsonObject = {}
     if "proposal" in step:
         proposal = _check_object(step["proposal"], _PROPOSAL_FIELDS, f"{path}.proposal", errors)
+        _check_portable(proposal.get("arguments"), f"{path}.proposal.arguments", errors)
     if "execution_context" in step:
         where = f"{path}.execution_context"
         context = _check_object(step["execution_context"], _CONTEXT_FIELDS, where, errors)
@@ -2929,6 +2938,7 @@ def _check_step(value: object, path: str, earlier: set[str], errors: list[str]) 
             errors.append(f"{where}: wanted a provider, api_family and adapter_revision that go together")
     if "expected" in step:
         expected = _check_object(step["expected"], _EXPECTED_FIELDS, f"{path}.expected", errors)
+        _check_portable(expected.get("data"), f"{path}.expected.data", errors)
         if expected.get("code") == "OK" and expected.get("recovery", "none") != "none":
             errors.append(f"{path}.expected.recovery: wanted none for OK")
     action, source = step.get("action"), step.get("status_ref_from")
@@ -2944,6 +2954,14 @@ def _check_step(value: object, path: str, earlier: set[str], errors: list[str]) 
     if str(failure).startswith("timeout_after_commit") and proposal.get("name", "") not in _WRITES:
         errors.append(f"{path}.failure: wanted a write, which alone can commit")
     _check_unique(step.get("step_id"), earlier, f"{path}.step_id", errors)
+
+
+def _check_portable(value: object, path: str, errors: list[str]) -> None:
+    if value is not None:
+        try:
+            _snapshot(value, _MAX_PAYLOAD_DEPTH)
+        except PortableJsonError as error:
+            errors.append(f"{path}{error.path}: {error.wanted}")
 
 
 def load_fixture(path: str | os.PathLike[str]) -> JsonObject:
