@@ -37,10 +37,11 @@ import stat
 import sys
 import threading
 import unicodedata
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set, Sized
 from dataclasses import dataclass, field, replace
 from datetime import datetime, timedelta
 from functools import lru_cache
+from itertools import count
 from math import isfinite
 from types import MappingProxyType
 from typing import Any, Final, Literal, NamedTuple, NoReturn, Protocol, TypeAlias, TypedDict, cast
@@ -356,42 +357,46 @@ def _copied(value: object, room: int, walk: _Walk) -> JsonValue:
     walk.values -= 1
     if walk.values < 0:
         raise PortableJsonError(f"wanted at most {MAX_JSON_NODES} values in one document")
-    kind = type(value)
-    if kind is str:
-        return _text(cast("str", value), walk)
-    if value is None or kind is bool:
-        return cast("bool | None", value)
-    if kind is int or kind is float:
-        walk.plain &= kind is int
-        return _number(cast("int | float", value))
-    if kind is _RepeatedKey:
-        raise PortableJsonError("wanted each key once, found a duplicate", _member(cast("_RepeatedKey", value).key))
-    if kind is not list and kind is not dict:
-        raise PortableJsonError("wanted null, a boolean, a number, a string, an array or an object")
+    if type(value) is str:
+        return _text(value, walk)
+    if value is None or type(value) is bool:
+        return value
+    if type(value) is int or type(value) is float:
+        walk.plain &= type(value) is int
+        return _number(value)
+    if type(value) is _RepeatedKey:
+        raise PortableJsonError("wanted each key once, found a duplicate", _member(value.key))
+    if type(value) is list:
+        _check_container(value, room)
+        items: list[JsonValue] = []
+        for index, item in enumerate(value):
+            try:
+                items.append(_copied(item, room - 1, walk))
+            except PortableJsonError as error:
+                error.path = f"[{index}]{error.path}"
+                raise
+        return items
+    if type(value) is dict:
+        _check_container(value, room)
+        members: JsonObject = {}
+        for key, item in list(value.items()):
+            if type(key) is not str:
+                raise PortableJsonError("wanted strings as keys")
+            try:
+                walk.plain &= key.isascii()
+                members[_text(key, walk)] = _copied(item, room - 1, walk)
+            except PortableJsonError as error:
+                error.path = _member(key) + error.path
+                raise
+        return members
+    raise PortableJsonError("wanted null, a boolean, a number, a string, an array or an object")
+
+
+def _check_container(value: Sized, room: int) -> None:
     if room == 0:
         raise PortableJsonError("nested too deep")
-    if len(cast("list[object]", value)) > MAX_MEMBERS:
+    if len(value) > MAX_MEMBERS:
         raise PortableJsonError(f"wanted at most {MAX_MEMBERS} members")
-    step = ""  # of the path, to the member that is being copied
-    try:
-        if kind is list:
-            items: list[JsonValue] = []
-            for index, item in enumerate(cast("list[object]", value)):
-                step = f"[{index}]"
-                items.append(_copied(item, room - 1, walk))
-            return items
-        members: JsonObject = {}
-        for key, item in list(cast("dict[object, object]", value).items()):
-            if type(key) is not str:
-                step = ""
-                raise PortableJsonError("wanted strings as keys")
-            step = key
-            walk.plain &= key.isascii()
-            members[_text(key, walk)] = _copied(item, room - 1, walk)
-        return members
-    except PortableJsonError as error:
-        error.path = (_member(step) if step and kind is dict else step) + error.path
-        raise
 
 
 def _text(text: str, walk: _Walk) -> str:
@@ -1063,29 +1068,42 @@ def _check_value(rule: FieldRule, value: JsonValue, path: str, arguments: JsonOb
         errors.append(f"{path}: wanted the value of the argument {rule.equals_argument}")
     if value is None and rule.nullable:
         return
-    if type(value) is not rule.type and not (rule.type is float and type(value) is int):
+    kind = type(value)
+    if kind is not rule.type and not (rule.type is float and kind is int):
         errors.append(f"{path}: wanted {_TYPE_NAMES[rule.type]}")
         return
-    if rule.enum is not None and not any(_same(value, member) for member in rule.enum):
+    if rule.enum is not None and not _is_one_of(value, rule.enum):
         errors.append(f"{path}: wanted one of the declared values")
-    if isinstance(value, str | list):
-        counted = len(value.strip()) if isinstance(value, str) else len(value)
-        if rule.min_length is not None and counted < rule.min_length:
-            errors.append(f"{path}: wanted a length of at least {rule.min_length}")
-        if rule.max_length is not None and len(value) > rule.max_length:
-            errors.append(f"{path}: wanted a length of at most {rule.max_length}")
-        if rule.pattern is not None and not re.fullmatch(rule.pattern, cast("str", value)):
+    if type(value) is str:
+        _check_length(rule, len(value.strip()), len(value), path, errors)
+        if rule.pattern is not None and not re.fullmatch(rule.pattern, value):
             errors.append(f"{path}: wanted the declared pattern")
+    elif type(value) is list:
+        _check_length(rule, len(value), len(value), path, errors)
         if rule.items is not None:
             for index, item in enumerate(value):
                 _check_value(rule.items, item, f"{path}[{index}]", arguments, errors)
-    elif isinstance(value, int | float):
+    elif type(value) is int or type(value) is float:
         if rule.minimum is not None and value < rule.minimum:
             errors.append(f"{path}: wanted at least {rule.minimum}")
         if rule.maximum is not None and value > rule.maximum:
             errors.append(f"{path}: wanted at most {rule.maximum}")
-    elif isinstance(value, dict) and rule.fields is not None:
+    elif type(value) is dict and rule.fields is not None:
         _check_fields(rule.fields, value, path, arguments, errors)
+
+
+def _is_one_of(value: JsonValue, enum: Iterable[JsonValue]) -> bool:
+    for member in enum:
+        if _same(value, member):
+            return True
+    return False
+
+
+def _check_length(rule: FieldRule, shortest: int, longest: int, path: str, errors: list[str]) -> None:
+    if rule.min_length is not None and shortest < rule.min_length:
+        errors.append(f"{path}: wanted a length of at least {rule.min_length}")
+    if rule.max_length is not None and longest > rule.max_length:
+        errors.append(f"{path}: wanted a length of at most {rule.max_length}")
 
 
 # Names that never leave in a tool's output, at any level: credentials, and what names a principal, call, operation,
@@ -1173,27 +1191,37 @@ def _is_sensitive_name(name: str) -> bool:
     return _SEPARATORS.sub("", folded) in _FOLDED_SENSITIVE
 
 
-def _is_credential(text: str) -> bool:
-    visible = _visible(text)
-    lowered = visible.lower()
-    # Most strings hold none of the three words; then the pattern, which is dear, is not needed.
-    marked = "bearer" in lowered or "basic" in lowered or "private key" in lowered
-    return marked and _CREDENTIAL.search(visible) is not None
+def _may_hold_credential(text: str) -> bool:
+    """Quick to say no: all that `_CREDENTIAL` matches has one of three words in it."""
+    lowered = _visible(text).lower()
+    return "bearer" in lowered or "basic" in lowered or "private key" in lowered
 
 
-def _check_sensitive(value: JsonValue, path: str, errors: list[str]) -> None:
-    """No credential or control name as a key and no evident credential in a string, at any level."""
-    if isinstance(value, str):
-        if _is_credential(value):
-            errors.append(f"{path}: reads as a credential")
-    elif isinstance(value, dict):
+def _check_names(value: JsonValue, path: str, errors: list[str]) -> None:
+    """No credential or control name as a key, at any level."""
+    if type(value) is dict:
         for key, item in value.items():
-            if _is_sensitive_name(key) or _is_credential(key):
+            if _is_sensitive_name(key):
                 errors.append(f"{path}{_member(key)}: reads as a credential or control field")
-            _check_sensitive(item, path + _member(key), errors)
-    elif isinstance(value, list):
+            if type(item) is dict or type(item) is list:
+                _check_names(item, path + _member(key), errors)
+    elif type(value) is list:
         for index, item in enumerate(value):
-            _check_sensitive(item, f"{path}[{index}]", errors)
+            _check_names(item, f"{path}[{index}]", errors)
+
+
+def _check_strings(value: JsonValue, path: str, errors: list[str]) -> None:
+    """No evident credential in a string, key or value, at any level."""
+    if type(value) is str:
+        if _may_hold_credential(value) and _CREDENTIAL.search(_visible(value)):
+            errors.append(f"{path}: reads as a credential")
+    elif type(value) is dict:
+        for key, item in value.items():
+            _check_strings(key, path + _member(key), errors)
+            _check_strings(item, path + _member(key), errors)
+    elif type(value) is list:
+        for index, item in enumerate(value):
+            _check_strings(item, f"{path}[{index}]", errors)
 
 
 _TIMESTAMP: Final = re.compile(r"[0-9]{4}-[0-9]{2}-[0-9]{2}T[0-9]{2}:[0-9]{2}:[0-9]{2}Z")
@@ -1201,15 +1229,18 @@ _TIMESTAMP: Final = re.compile(r"[0-9]{4}-[0-9]{2}-[0-9]{2}T[0-9]{2}:[0-9]{2}:[0
 
 def _is_timestamp(value: object) -> bool:
     """UTC, to the second, and a date that exists."""
-    if type(value) is not str or not _TIMESTAMP.fullmatch(value):
-        return False
+    return type(value) is str and _TIMESTAMP.fullmatch(value) is not None and _exists(value)
+
+
+@lru_cache(maxsize=64)  # many results share a second
+def _exists(timestamp: str) -> bool:
     try:
-        datetime.fromisoformat(value)
+        return datetime.fromisoformat(timestamp).hour == int(timestamp[11:13])  # newer versions read 24:00 as 00:00
     except ValueError:
         return False
-    return value[11:13] != "24"  # newer versions read 24:00:00 as the next day
 
 
+@lru_cache(maxsize=64)  # many calls share a second
 def _timestamp(now: int) -> str:
     # Plain arithmetic: the platform's own conversion ends at the year 3000 on Windows.
     return f"{(datetime(1970, 1, 1) + timedelta(seconds=now)).isoformat()}Z"  # noqa: DTZ001 - UTC by construction
@@ -1259,7 +1290,9 @@ def _checked_output(spec: ToolSpec, arguments: JsonObject | None, result: object
     if len((text if plain else _canonical_slowly(data)).encode()) > spec.max_output_bytes:
         errors.append(f"data: wanted at most {spec.max_output_bytes} bytes of canonical JSON")
     _check_fields(spec.output, data, "data", arguments or {}, errors)
-    _check_sensitive(data, "data", errors)
+    _check_names(data, "data", errors)
+    if _may_hold_credential(text):
+        _check_strings(data, "data", errors)
     if errors:
         return None, _bounded(errors)
     snapshot = HandlerResult(
@@ -1350,21 +1383,20 @@ def _ask(principal: Principal, call: ToolCall, spec: ToolSpec | None) -> _Asked:
         "producer_revision": named.producer_revision,
         "policy_revision": named.policy_revision,
     }
-    asked = _Asked(principal, call, call.context, spec, contract, arguments, "")
-    return asked._replace(request_sha256=_sha256(_canonical(_request(asked), bound.plain)))
+    request_sha256 = _sha256(_canonical(_request(principal, contract, arguments), bound.plain))
+    return _Asked(principal, call, call.context, spec, contract, arguments, request_sha256)
 
 
 # What each digest is taken of, by exactly the keys of section 12. The public functions check what they are given, which
 # may come from anywhere; inside, the gates have checked it before.
 
 
-def _request(asked: _Asked) -> JsonObject:
-    contract = asked.contract
+def _request(principal: Principal, contract: ToolContract, arguments: JsonObject | None) -> JsonObject:
     return {
-        "tenant_id": asked.principal.tenant_id,
-        "subject_id": asked.principal.subject_id,
+        "tenant_id": principal.tenant_id,
+        "subject_id": principal.subject_id,
         "tool": contract["name"],
-        "arguments": asked.arguments,
+        "arguments": arguments,
         "input_schema_revision": contract["input_schema_revision"],
         "output_schema_revision": contract["output_schema_revision"],
         "effect_revision": contract["effect_revision"],
@@ -1431,7 +1463,8 @@ def request_digest(principal: Principal, call: ToolCall, spec: ToolSpec | None) 
 
     Arguments outside the portable domain, or that are no object, count as `null`.
     """
-    return digest(_request(_ask(principal, call, spec)))
+    asked = _ask(principal, call, spec)
+    return digest(_request(principal, asked.contract, asked.arguments))
 
 
 def result_digest(model_result: Mapping[str, object]) -> str:
@@ -1995,7 +2028,7 @@ class OperationRecord:
     """One reservation of a scope: enough to tell whether a call means the same operation, and what became of it.
 
     `profile` is (provider, api_family, adapter_revision); `revisions` are those of output, effect, handler and producer;
-    `reserved_at` is in Unix seconds; `token` counts the reservations of one scope, to tell them apart. `result` is there when succeeded,
+    `reserved_at` is in Unix seconds; `token` tells reservations of one scope apart. `result` is there when succeeded,
     `code` when not started.
     """
 
@@ -2144,6 +2177,7 @@ class Dispatcher:
         self.registry: Mapping[str, ToolSpec] = MappingProxyType(registry)
         self._ledger: Ledger = MemoryLedger() if ledger is None else ledger
         self._approvers = frozenset(allowed)
+        self._reservations = count(1)
 
     def dispatch(
         self,
@@ -2283,7 +2317,7 @@ class _Passage:
             context.response_id,
             context.call_id,
         )
-        fingerprint = _names_digest(_fingerprint(self._asked, purpose))
+        self._fingerprint = fingerprint = _names_digest(_fingerprint(self._asked, purpose))
         try:
             bound = self._ledger.bind_call(identity, fingerprint, now=self._now)
         except LedgerCapacityError as full:
@@ -2337,7 +2371,7 @@ class _Passage:
             ),
             status_ref=_status_ref(self._asked),
             reserved_at=self._now,
-            token="1",
+            token="",
         )
 
     def _answer_from(self, gate: str, spec: ToolSpec, record: OperationRecord | None, mine: OperationRecord) -> None:
@@ -2369,7 +2403,10 @@ class _Passage:
         earlier = self._ledger.find(mine.scope)
         self._answer_from("idempotency", spec, earlier, mine)
         self._passed("idempotency")
-        return mine if earlier is None else replace(mine, token=str(int(earlier.token) + 1))
+        # Unlike that of any reservation before it: of this dispatcher by the count, of another by what went before.
+        after = None if earlier is None else earlier.token
+        token = _names_digest({"call": self._fingerprint, "count": next(self._host._reservations), "after": after})
+        return replace(mine, token=token[:32])
 
     def business_state(self, spec: ToolSpec) -> None:
         if spec.business_rule is not None and not self._says_true(spec.business_rule):
@@ -2767,13 +2804,17 @@ class MockShop:
         return failure
 
     def _fail_before(self, failure: str) -> None:
-        code = {
-            "timeout_before_execute": "TIMEOUT_BEFORE_EXECUTE",
-            "rate_limit": "RATE_LIMIT",
-            "tool_error": "TOOL_ERROR",
-        }.get(failure)
-        if code is not None:
-            raise NotStarted(code)
+        if failure in _NOT_STARTED_FAILURES:
+            raise NotStarted(_NOT_STARTED_FAILURES[failure])
+
+
+_NOT_STARTED_FAILURES: Final = MappingProxyType(
+    {
+        "timeout_before_execute": "TIMEOUT_BEFORE_EXECUTE",
+        "rate_limit": "RATE_LIMIT",
+        "tool_error": "TOOL_ERROR",
+    }
+)
 
 
 def mock_dispatcher(shop: MockShop) -> Dispatcher:
