@@ -713,13 +713,9 @@ def bind_tool_call(proposal: ModelProposal, context: ExecutionContext) -> ToolCa
     return call
 
 
-def _rebound(call: ToolCall) -> ToolCall:
-    """The call itself when `bind_tool_call` made it, else a snapshot: each entry point takes one and keeps to it."""
-    return call if call._bound is not None else bind_tool_call(call.proposal, call.context)
-
-
 def _bound(call: ToolCall) -> _Bound:
-    return cast("_Bound", _rebound(call)._bound)
+    """The call's snapshot; of a call built by hand, one made now: each entry point takes it once and keeps to it."""
+    return call._bound or cast("_Bound", bind_tool_call(call.proposal, call.context)._bound)
 
 
 def _is_identifier(value: object) -> bool:
@@ -761,6 +757,18 @@ def validate_host_context(principal: Principal, call: ToolCall, *, now: int) -> 
         raise HostContextError(f"now: wanted an int of seconds from 0 to {MAX_PORTABLE_UNIX_SECONDS}")
 
 
+_HOST_FIELDS: Final = (
+    "principal.tenant_id",
+    "principal.subject_id",
+    "context.provider",
+    "context.api_family",
+    "context.response_id",
+    "context.call_id",
+    "context.operation_id",
+    "context.adapter_revision",
+)
+
+
 def _check_host(principal: Principal, call: ToolCall) -> None:
     if type(principal) is not Principal:
         raise HostContextError("principal: wanted a Principal")
@@ -769,18 +777,18 @@ def _check_host(principal: Principal, call: ToolCall) -> None:
     context = call.context
     if type(context) is not ExecutionContext or type(call.proposal) is not ModelProposal:
         raise HostContextError("call: wanted a ModelProposal and an ExecutionContext in it")
-    names = {
-        "principal.tenant_id": principal.tenant_id,
-        "principal.subject_id": principal.subject_id,
-        "context.provider": context.provider,
-        "context.api_family": context.api_family,
-        "context.response_id": context.response_id,
-        "context.call_id": context.call_id,
-        "context.operation_id": context.operation_id,
-        "context.adapter_revision": context.adapter_revision,
-    }
-    if not all(map(_is_identifier, names.values())):
-        wrong = next(name for name, value in names.items() if not _is_identifier(value))
+    names = (
+        principal.tenant_id,
+        principal.subject_id,
+        context.provider,
+        context.api_family,
+        context.response_id,
+        context.call_id,
+        context.operation_id,
+        context.adapter_revision,
+    )
+    if not all(map(_is_identifier, names)):
+        wrong = next(field for field, name in zip(_HOST_FIELDS, names, strict=True) if not _is_identifier(name))
         raise HostContextError(f"{wrong}: {_IDENTIFIER_WANTED}")
     if not _is_optional_identifier(context.idempotency_key):
         raise HostContextError(f"context.idempotency_key: {_IDENTIFIER_WANTED}, or None")
@@ -1178,11 +1186,16 @@ _CREDENTIAL: Final = re.compile(
 )
 
 
+# What Unicode calls default ignorable: nothing is shown for it, so it could split a name without a trace.
+_INVISIBLE: Final = re.compile(
+    "[\u00ad\u034f\u061c\u115f\u1160\u17b4\u17b5\u180b-\u180f\u200b-\u200f\u202a-\u202e\u2060-\u206f\u3164"
+    "\ufe00-\ufe0f\ufeff\uffa0\ufff0-\ufff8\U0001bca0-\U0001bca3\U0001d173-\U0001d17a\U000e0000-\U000e0fff]"
+)
+
+
 def _visible(text: str) -> str:
     """Compatibility forms and invisible characters folded away."""
-    if text.isascii():
-        return text
-    return "".join(char for char in unicodedata.normalize("NFKC", text) if unicodedata.category(char) != "Cf")
+    return text if text.isascii() else _INVISIBLE.sub("", unicodedata.normalize("NFKC", text))
 
 
 @lru_cache(maxsize=1_024)  # a tool answers with the same names each time
@@ -1261,9 +1274,10 @@ def _bounded(errors: list[str]) -> list[str]:
 
 
 class _Checked(NamedTuple):
-    """A handler's result that holds: a snapshot that shares nothing with what the handler returned."""
+    """A handler's result that holds, with a snapshot of its data: all else in it is a string or None."""
 
     result: HandlerResult
+    data: JsonObject
     text: str  # of the data, as JSON
     plain: bool
 
@@ -1287,23 +1301,14 @@ def _checked_output(spec: ToolSpec, arguments: JsonObject | None, result: object
     if type(data) is not dict:
         return None, [*errors, "data: wanted an object"]
     text = _ENCODE(data)
-    if len((text if plain else _canonical_slowly(data)).encode()) > spec.max_output_bytes:
+    canonical = text if plain else _canonical_slowly(data)
+    if len(canonical if canonical.isascii() else canonical.encode()) > spec.max_output_bytes:
         errors.append(f"data: wanted at most {spec.max_output_bytes} bytes of canonical JSON")
     _check_fields(spec.output, data, "data", arguments or {}, errors)
     _check_names(data, "data", errors)
     if _may_hold_credential(text):
         _check_strings(data, "data", errors)
-    if errors:
-        return None, _bounded(errors)
-    snapshot = HandlerResult(
-        data,
-        result.producer_revision,
-        result.resource_revision,
-        result.observed_at,
-        result.request_id,
-        result.receipt_id,
-    )
-    return _Checked(snapshot, text, plain), errors
+    return (None, _bounded(errors)) if errors else (_Checked(result, data, text, plain), errors)
 
 
 # ==== 6. Digests (section 12) =========================================================================================
@@ -1360,17 +1365,16 @@ class _Asked(NamedTuple):
     """
 
     principal: Principal
-    call: ToolCall
     context: ExecutionContext
     spec: ToolSpec | None
     contract: ToolContract
+    bound: _Bound
     arguments: JsonObject | None
     request_sha256: str
 
 
 def _ask(principal: Principal, call: ToolCall, spec: ToolSpec | None) -> _Asked:
     """Canonicalise a call's request once, for everything that is said about it."""
-    call = _rebound(call)
     bound = _bound(call)
     arguments = bound.arguments()
     named = _UNREGISTERED_TOOL if spec is None else spec
@@ -1384,7 +1388,7 @@ def _ask(principal: Principal, call: ToolCall, spec: ToolSpec | None) -> _Asked:
         "policy_revision": named.policy_revision,
     }
     request_sha256 = _sha256(_canonical(_request(principal, contract, arguments), bound.plain))
-    return _Asked(principal, call, call.context, spec, contract, arguments, request_sha256)
+    return _Asked(principal, call.context, spec, contract, bound, arguments, request_sha256)
 
 
 # What each digest is taken of, by exactly the keys of section 12. The public functions check what they are given, which
@@ -1497,9 +1501,10 @@ def approval_digest(
     return digest(_approved(_ask(principal, call, spec), approval_id, approver_id, expires_at))
 
 
-def _principal_ref(principal: Principal) -> str:
+@lru_cache(maxsize=1_024)  # a principal makes many calls
+def _principal_ref(tenant_id: str, subject_id: str) -> str:
     """A teaching hash, not keyed pseudonymisation: whoever can guess both identifiers can recompute it."""
-    return "sha256:" + _names_digest({"tenant_id": principal.tenant_id, "subject_id": principal.subject_id})
+    return "sha256:" + _names_digest({"tenant_id": tenant_id, "subject_id": subject_id})
 
 
 Scope: TypeAlias = tuple[str, str, str, str]  # tenant, subject, tool, idempotency key
@@ -1508,7 +1513,7 @@ Scope: TypeAlias = tuple[str, str, str, str]  # tenant, subject, tool, idempoten
 def _scope(asked: _Asked) -> Scope:
     """Within which a key is unique. A call without a key has an empty one, which no record has."""
     principal, context = asked.principal, asked.context
-    return (principal.tenant_id, principal.subject_id, asked.call.name, context.idempotency_key or "")
+    return (principal.tenant_id, principal.subject_id, asked.bound.name, context.idempotency_key or "")
 
 
 def _status_ref(asked: _Asked) -> str:
@@ -1757,7 +1762,7 @@ def _impossible(
     if spec is None:
         if code not in ("UNKNOWN_TOOL", "CALL_ID_CONFLICT"):
             errors.append("spec: wanted a ToolSpec, for every answer about a registered tool")
-    elif spec.name != asked.call.name:
+    elif spec.name != asked.bound.name:
         errors.append("spec: wanted the ToolSpec of the call's own tool")
     elif code == "UNKNOWN_TOOL":
         errors.append("error.code: the tool is registered")
@@ -1790,12 +1795,12 @@ def _input_errors(spec: ToolSpec, arguments: JsonObject | None) -> list[str]:
 
 
 def _success(asked: _Asked, checked: _Checked, delivery: Delivery, status_ref: str | None) -> ResultPackage:
-    """The package takes over the data, which is a snapshot of its own."""
+    """The package takes over the data."""
     result, spec = checked.result, cast("ToolSpec", asked.spec)
     model_result: ModelResult = {
         "schema_version": MODEL_RESULT_SCHEMA_VERSION,
         "status": "succeeded",
-        "data": result.data,
+        "data": checked.data,
         "error": None,
         "execution": {"outcome": "committed", "delivery": delivery, "complete": True, "truncated": False},
         "provenance": {
@@ -1849,7 +1854,7 @@ def _package(asked: _Asked, model_result: ModelResult, plain: bool, downstream: 
             "schema_version": AUDIT_SCHEMA_VERSION,
             "visibility": "protected_audit",
             "operation_id": context.operation_id,
-            "principal_ref": _principal_ref(asked.principal),
+            "principal_ref": _principal_ref(asked.principal.tenant_id, asked.principal.subject_id),
             "provider_context": {
                 "provider": context.provider,
                 "api_family": context.api_family,
@@ -2197,7 +2202,8 @@ class Dispatcher:
         """
         run = _Passage(self, principal, call, now, trace)
         try:
-            approvals = run.context(approvals, deadline)  # 1
+            approvals = _checked_approvals(approvals, deadline)
+            run.context()  # 1
             run.call_identity("dispatch")  # 2
             spec = run.registry()  # 3
             run.input(spec)  # 4
@@ -2233,7 +2239,8 @@ class Dispatcher:
         """
         run = _Passage(self, principal, call, now, trace)
         try:
-            run.context((), None, status_ref, expected_request_sha256)
+            _check_references(status_ref, expected_request_sha256)
+            run.context()
             run.call_identity("query_status")
             spec = run.registry()
             run.input(spec)
@@ -2244,6 +2251,25 @@ class Dispatcher:
             return run.record(spec, record, checked, "receipt_reconciled")
         except _Stop as stop:
             return stop.package
+
+
+def _checked_approvals(approvals: object, deadline: object) -> tuple[Approval, ...]:
+    """What `dispatch` alone takes from its host: part of gate 1. Each approval is looked at by gate 9."""
+    if deadline is not None and not _is_time(deadline):
+        raise HostContextError(f"deadline: wanted None or an int of seconds from 0 to {MAX_PORTABLE_UNIX_SECONDS}")
+    if type(approvals) is tuple:
+        return approvals
+    if not isinstance(approvals, Sequence) or isinstance(approvals, str | bytes):
+        raise HostContextError("approvals: wanted a sequence of Approval")
+    return tuple(approvals)
+
+
+def _check_references(status_ref: object, expected_request_sha256: object) -> None:
+    """What `query_operation_status` alone takes from its host: part of gate 1."""
+    if type(status_ref) is not str or not _STATUS_REF.fullmatch(status_ref):
+        raise HostContextError("status_ref: wanted 'status_' and 32 lowercase hex characters")
+    if type(expected_request_sha256) is not str or not _SHA256.fullmatch(expected_request_sha256):
+        raise HostContextError("expected_request_sha256: wanted 64 lowercase hex characters")
 
 
 class _Stop(Exception):  # noqa: N818 - not an error: a gate has the answer
@@ -2283,28 +2309,13 @@ class _Passage:
 
     # Gates of both entry points.
 
-    def context(
-        self,
-        approvals: Sequence[Approval],
-        deadline: int | None,
-        status_ref: str = "status_" + "0" * 32,
-        expected_request_sha256: str = "0" * 64,
-    ) -> Sequence[Approval]:
+    def context(self) -> None:
         """The host's own part. Only here is anything raised to the host, and nothing has run yet."""
         if self._trace is not None and not isinstance(self._trace, list):
             raise HostContextError("trace: wanted a list or None")
         validate_host_context(self._principal, self._call, now=self._now)
-        if deadline is not None and not _is_time(deadline):
-            raise HostContextError(f"deadline: wanted None or an int of seconds up to {MAX_PORTABLE_UNIX_SECONDS}")
-        if not isinstance(approvals, Sequence) or isinstance(approvals, str | bytes):
-            raise HostContextError("approvals: wanted a sequence of Approval")
-        if type(status_ref) is not str or not _STATUS_REF.fullmatch(status_ref):
-            raise HostContextError("status_ref: wanted 'status_' and 32 lowercase hex characters")
-        if type(expected_request_sha256) is not str or not _SHA256.fullmatch(expected_request_sha256):
-            raise HostContextError("expected_request_sha256: wanted 64 lowercase hex characters")
-        self._asked = _ask(self._principal, self._call, self._host.registry.get(self._call.name))
+        self._asked = _ask(self._principal, self._call, self._host.registry.get(_bound(self._call).name))
         self._passed("context")
-        return tuple(approvals)
 
     def call_identity(self, purpose: Purpose) -> None:
         """One provider call stands for one request, valid or not, and for one purpose."""
@@ -2352,7 +2363,7 @@ class _Passage:
 
     def _arguments(self) -> JsonObject:
         """A fresh copy for each callback. From gate 4 on they are an object."""
-        return cast("JsonObject", self._asked.call.arguments)
+        return cast("JsonObject", self._asked.bound.arguments())
 
     # What is known about an operation: shared by gates 7 and 11 and by the query.
 
@@ -2531,7 +2542,7 @@ class _Passage:
         """Complete a write's reservation, then project. Whoever completes first decides what is shown."""
         if reserved is None:
             return self._answered("record", checked, delivery, None)
-        kept = replace(checked.result, data=_decode(checked.text)[0])  # shares nothing with the package
+        kept = replace(checked.result, data=_decode(checked.text)[0])  # a copy that shares nothing with the package
         try:
             recorded = self._ledger.complete(reserved, kept)
             succeeded = recorded.state == "succeeded"
