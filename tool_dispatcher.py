@@ -41,8 +41,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence, Set, Sized
 from dataclasses import dataclass, field, replace
 from datetime import datetime, timedelta
 from functools import lru_cache
-from itertools import count
+from itertools import count, pairwise
 from math import isfinite
+from operator import attrgetter
 from types import MappingProxyType
 from typing import Any, Final, Literal, NamedTuple, NoReturn, Protocol, TypeAlias, TypedDict, cast
 
@@ -325,8 +326,6 @@ def _member(key: str) -> str:
 
 JsonValue: TypeAlias = "None | bool | int | float | str | list[JsonValue] | dict[str, JsonValue]"
 JsonObject: TypeAlias = dict[str, JsonValue]
-# Documents of names and whole numbers only. The type is the proof that they need no look for floats when encoded.
-_Names: TypeAlias = "Mapping[str, str | int | None | list[str] | _Names]"
 
 
 class _Walk:
@@ -358,7 +357,8 @@ def _copied(value: object, room: int, walk: _Walk) -> JsonValue:
     if walk.values < 0:
         raise PortableJsonError(f"wanted at most {MAX_JSON_NODES} values in one document")
     if type(value) is str:
-        return _text(value, walk)
+        _check_text(value, walk)
+        return value
     if value is None or type(value) is bool:
         return value
     if type(value) is int or type(value) is float:
@@ -383,8 +383,9 @@ def _copied(value: object, room: int, walk: _Walk) -> JsonValue:
             if type(key) is not str:
                 raise PortableJsonError("wanted strings as keys")
             try:
+                _check_text(key, walk)
                 walk.plain &= key.isascii()
-                members[_text(key, walk)] = _copied(item, room - 1, walk)
+                members[key] = _copied(item, room - 1, walk)
             except PortableJsonError as error:
                 error.path = _member(key) + error.path
                 raise
@@ -399,7 +400,7 @@ def _check_container(value: Sized, room: int) -> None:
         raise PortableJsonError(f"wanted at most {MAX_MEMBERS} members")
 
 
-def _text(text: str, walk: _Walk) -> str:
+def _check_text(text: str, walk: _Walk) -> None:
     if len(text) > MAX_STRING_CHARS:
         raise PortableJsonError(f"wanted at most {MAX_STRING_CHARS} characters in one string")
     walk.chars -= len(text)
@@ -410,7 +411,6 @@ def _text(text: str, walk: _Walk) -> str:
             text.encode()
         except UnicodeEncodeError:
             raise PortableJsonError("wanted no lone surrogate in a string") from None
-    return text
 
 
 def _number(number: float) -> float:
@@ -462,23 +462,24 @@ class _Decoding:
         return float(literal)  # 1e400 becomes infinity, `NaN` a NaN
 
 
-_ESCAPE: Final = re.compile(r"\\.", re.DOTALL)
-_STRUCTURE: Final = re.compile(r"[\[{,\]}]")
+_ESCAPE: Final = re.compile(rb"\\.", re.DOTALL)
+_STRUCTURE: Final = b"[{,]}"
+_ALL_BUT_STRUCTURE: Final = bytes(set(range(256)) - set(_STRUCTURE))
 
 
-def _is_crowded(text: str) -> bool:
+def _is_crowded(raw: bytes) -> bool:
     """Whether a container has too many members; raises on nesting, before the recursive decoder sees it.
 
     Without recursion: of a text cut at its quotes, every other piece stands outside the strings.
     """
-    outside = "".join(_ESCAPE.sub("", text).split('"')[::2])
+    outside = b"".join(_ESCAPE.sub(b"", raw).split(b'"')[::2])
     crowded = False
     commas: list[int] = []  # one count for each container that is open
-    for mark in _STRUCTURE.findall(outside):
-        if mark == ",":
+    for mark in outside.translate(None, _ALL_BUT_STRUCTURE):
+        if mark == 0x2C:  # a comma
             if commas:
                 commas[-1] += 1
-        elif mark in "[{":
+        elif mark in b"[{":
             commas.append(0)
             if len(commas) > MAX_JSON_DEPTH:
                 raise PortableJsonError(f"nested too deep: wanted at most {MAX_JSON_DEPTH} levels")
@@ -501,7 +502,7 @@ def parse_json(raw: bytes) -> JsonValue:
         text = raw.decode("utf-8")
     except UnicodeDecodeError as error:
         raise PortableJsonError(f"wanted UTF-8, which byte {error.start} is not") from None
-    crowded = _is_crowded(text)
+    crowded = _is_crowded(raw)
     decoding = _Decoding()
     try:
         value: JsonValue = decoding.decode(text)
@@ -588,7 +589,7 @@ def _sha256(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def _names_digest(document: _Names) -> str:
+def _names_digest(document: Mapping[str, object]) -> str:
     """`digest` of a document of names that this module itself put together: plain, and nothing left to check."""
     return _sha256(_canonical(document))
 
@@ -660,14 +661,19 @@ class ExecutionContext:
 
 
 class _Bound(NamedTuple):
-    """The snapshot in a call: a text cannot be changed by anyone, and each reader parses a copy of its own."""
+    """What binding found: a snapshot of the proposal, and what is wrong with the context.
+
+    A text cannot be changed by anyone, and each reader parses a copy of its own.
+    """
 
     name: str
     text: str | None  # of the arguments, as JSON
     plain: bool
+    wrong: str  # for gate 1 to raise, where the host expects it
 
     def arguments(self) -> JsonObject | None:
-        return None if self.text is None else cast("JsonObject", _decode(self.text)[0])
+        arguments: JsonObject | None = None if self.text is None else _decode(self.text)[0]
+        return arguments
 
 
 @dataclass(frozen=True, slots=True)
@@ -709,7 +715,8 @@ def bind_tool_call(proposal: ModelProposal, context: ExecutionContext) -> ToolCa
     if type(arguments) is not dict:
         arguments, plain = None, True
     call = ToolCall(ModelProposal(name, arguments), context)
-    object.__setattr__(call, "_bound", _Bound(name, None if arguments is None else _ENCODE(arguments), plain))
+    text = None if arguments is None else _ENCODE(arguments)
+    object.__setattr__(call, "_bound", _Bound(name, text, plain, _wrong_context(context)))
     return call
 
 
@@ -734,17 +741,28 @@ def _is_time(value: object) -> bool:
     return type(value) is int and 0 <= value <= MAX_PORTABLE_UNIX_SECONDS
 
 
-def _are_roles(value: object) -> bool:
-    """Sorted and unique, so that one set of roles has one spelling. `value` is a list (JSON) or a tuple."""
-    return (
-        isinstance(value, list | tuple)
-        and len(value) <= MAX_ROLES
+def _are_roles(value: Sequence[object]) -> bool:
+    """Sorted and unique, so that one set of roles has one spelling."""
+    return not value or (
+        len(value) <= MAX_ROLES
         and all(map(_is_identifier, value))
-        and all(one < other for one, other in zip(value, value[1:], strict=False))
+        and all(one < other for one, other in pairwise(cast("Sequence[str]", value)))
     )
 
 
 _ROLES_WANTED: Final = f"wanted at most {MAX_ROLES} identifiers, sorted and unique"
+
+
+def _wrong_context(context: ExecutionContext) -> str:
+    """What gate 1 will say of this context; empty when it is well formed."""
+    for name in ("provider", "api_family", "response_id", "call_id", "operation_id", "adapter_revision"):
+        if not _is_identifier(getattr(context, name)):
+            return f"context.{name}: {_IDENTIFIER_WANTED}"
+    if not _is_optional_identifier(context.idempotency_key):
+        return f"context.idempotency_key: {_IDENTIFIER_WANTED}, or None"
+    if PROVIDER_PROFILES.get((context.provider, context.api_family)) != context.adapter_revision:
+        return "context: wanted a provider, api_family and adapter_revision of PROVIDER_PROFILES"
+    return ""
 
 
 def validate_host_context(principal: Principal, call: ToolCall, *, now: int) -> None:
@@ -757,45 +775,17 @@ def validate_host_context(principal: Principal, call: ToolCall, *, now: int) -> 
         raise HostContextError(f"now: wanted an int of seconds from 0 to {MAX_PORTABLE_UNIX_SECONDS}")
 
 
-_HOST_FIELDS: Final = (
-    "principal.tenant_id",
-    "principal.subject_id",
-    "context.provider",
-    "context.api_family",
-    "context.response_id",
-    "context.call_id",
-    "context.operation_id",
-    "context.adapter_revision",
-)
-
-
 def _check_host(principal: Principal, call: ToolCall) -> None:
     if type(principal) is not Principal:
         raise HostContextError("principal: wanted a Principal")
-    if type(call) is not ToolCall:
-        raise HostContextError("call: wanted a ToolCall")
-    context = call.context
-    if type(context) is not ExecutionContext or type(call.proposal) is not ModelProposal:
-        raise HostContextError("call: wanted a ModelProposal and an ExecutionContext in it")
-    names = (
-        principal.tenant_id,
-        principal.subject_id,
-        context.provider,
-        context.api_family,
-        context.response_id,
-        context.call_id,
-        context.operation_id,
-        context.adapter_revision,
-    )
-    if not all(map(_is_identifier, names)):
-        wrong = next(field for field, name in zip(_HOST_FIELDS, names, strict=True) if not _is_identifier(name))
-        raise HostContextError(f"{wrong}: {_IDENTIFIER_WANTED}")
-    if not _is_optional_identifier(context.idempotency_key):
-        raise HostContextError(f"context.idempotency_key: {_IDENTIFIER_WANTED}, or None")
+    if not (_is_identifier(principal.tenant_id) and _is_identifier(principal.subject_id)):
+        raise HostContextError(f"principal: tenant_id and subject_id: {_IDENTIFIER_WANTED}")
     if type(principal.roles) is not tuple or not _are_roles(principal.roles):
         raise HostContextError(f"principal.roles: {_ROLES_WANTED}, in a tuple")
-    if PROVIDER_PROFILES.get((context.provider, context.api_family)) != context.adapter_revision:
-        raise HostContextError("context: wanted a provider, api_family and adapter_revision of PROVIDER_PROFILES")
+    if type(call) is not ToolCall:
+        raise HostContextError("call: wanted a ToolCall")
+    if wrong := _bound(call).wrong:
+        raise HostContextError(wrong)
 
 
 # ==== 5. Tool contracts (section 5) ===================================================================================
@@ -1082,13 +1072,14 @@ def _check_value(rule: FieldRule, value: JsonValue, path: str, arguments: JsonOb
         return
     if rule.enum is not None and not _is_one_of(value, rule.enum):
         errors.append(f"{path}: wanted one of the declared values")
-    if type(value) is str:
-        _check_length(rule, len(value.strip()), len(value), path, errors)
-        if rule.pattern is not None and not re.fullmatch(rule.pattern, value):
+    if type(value) is str or type(value) is list:
+        if rule.min_length is not None and len(value.strip() if type(value) is str else value) < rule.min_length:
+            errors.append(f"{path}: wanted a length of at least {rule.min_length}")
+        if rule.max_length is not None and len(value) > rule.max_length:
+            errors.append(f"{path}: wanted a length of at most {rule.max_length}")
+        if rule.pattern is not None and type(value) is str and not re.fullmatch(rule.pattern, value):
             errors.append(f"{path}: wanted the declared pattern")
-    elif type(value) is list:
-        _check_length(rule, len(value), len(value), path, errors)
-        if rule.items is not None:
+        if rule.items is not None and type(value) is list:
             for index, item in enumerate(value):
                 _check_value(rule.items, item, f"{path}[{index}]", arguments, errors)
     elif type(value) is int or type(value) is float:
@@ -1105,13 +1096,6 @@ def _is_one_of(value: JsonValue, enum: Iterable[JsonValue]) -> bool:
         if _same(value, member):
             return True
     return False
-
-
-def _check_length(rule: FieldRule, shortest: int, longest: int, path: str, errors: list[str]) -> None:
-    if rule.min_length is not None and shortest < rule.min_length:
-        errors.append(f"{path}: wanted a length of at least {rule.min_length}")
-    if rule.max_length is not None and longest > rule.max_length:
-        errors.append(f"{path}: wanted a length of at most {rule.max_length}")
 
 
 # Names that never leave in a tool's output, at any level: credentials, and what names a principal, call, operation,
@@ -1291,9 +1275,8 @@ def _checked_output(spec: ToolSpec, arguments: JsonObject | None, result: object
         errors.append("producer_revision: wanted the registered producer's")
     if not _is_timestamp(result.observed_at):
         errors.append("observed_at: wanted an existing UTC time as YYYY-MM-DDTHH:MM:SSZ")
-    for name in ("resource_revision", "request_id", "receipt_id"):
-        if not _is_optional_identifier(getattr(result, name)):
-            errors.append(f"{name}: {_IDENTIFIER_WANTED}, or None")
+    if not all(map(_is_optional_identifier, (result.resource_revision, result.request_id, result.receipt_id))):
+        errors.append(f"resource_revision, request_id, receipt_id: {_IDENTIFIER_WANTED}, or None, each")
     try:
         data, plain = _snapshot(result.data, min(spec.max_output_depth, _MAX_PAYLOAD_DEPTH))
     except PortableJsonError as error:
@@ -1407,7 +1390,7 @@ def _request(principal: Principal, contract: ToolContract, arguments: JsonObject
     }
 
 
-def _fingerprint(asked: _Asked, purpose: Purpose) -> _Names:
+def _fingerprint(asked: _Asked, purpose: Purpose) -> dict[str, object]:
     context = asked.context
     return {
         "provider": context.provider,
@@ -1422,7 +1405,7 @@ def _fingerprint(asked: _Asked, purpose: Purpose) -> _Names:
     }
 
 
-def _approved(asked: _Asked, approval_id: str, approver_id: str, expires_at: int) -> _Names:
+def _approved(asked: _Asked, approval_id: str, approver_id: str, expires_at: int) -> dict[str, object]:
     context, contract = asked.context, asked.contract
     return {
         "provider": context.provider,
@@ -1443,7 +1426,7 @@ def _approved(asked: _Asked, approval_id: str, approver_id: str, expires_at: int
     }
 
 
-def _binding(asked: _Asked, result_sha256: str, downstream: Downstream) -> _Names:
+def _binding(asked: _Asked, result_sha256: str, downstream: Downstream) -> dict[str, object]:
     principal, context = asked.principal, asked.context
     return {
         "tenant_id": principal.tenant_id,
@@ -1455,10 +1438,10 @@ def _binding(asked: _Asked, result_sha256: str, downstream: Downstream) -> _Name
         "operation_id": context.operation_id,
         "idempotency_key": context.idempotency_key,
         "adapter_revision": context.adapter_revision,
-        "tool_contract": cast("_Names", asked.contract),
+        "tool_contract": asked.contract,
         "request_sha256": asked.request_sha256,
         "result_sha256": result_sha256,
-        "downstream": cast("_Names", downstream),
+        "downstream": downstream,
     }
 
 
@@ -1578,7 +1561,7 @@ def grant_approval(
 
 def _approval(asked: _Asked, approver_id: str, expires_at: int) -> Approval:
     # No randomness in the core: the id follows from what it is about, so the same yes has the same id.
-    about: _Names = {"call": _fingerprint(asked, "dispatch"), "approver": approver_id, "expires": expires_at}
+    about = {"call": _fingerprint(asked, "dispatch"), "approver": approver_id, "expires": expires_at}
     return _approval_of(asked, f"approval_{_names_digest(about)[:32]}", approver_id, expires_at)
 
 
@@ -1603,7 +1586,7 @@ def _approval_of(asked: _Asked, approval_id: str, approver_id: str, expires_at: 
     )
 
 
-_APPROVAL_FIELDS: Final = tuple(Approval.__dataclass_fields__)
+_approval_values: Final = attrgetter(*Approval.__dataclass_fields__)
 
 
 def _approval_holds(approval: object, asked: _Asked, approvers: frozenset[str], now: int) -> bool:
@@ -1616,8 +1599,10 @@ def _approval_holds(approval: object, asked: _Asked, approvers: frozenset[str], 
         return False
     if not _is_time(approval.expires_at) or not now < approval.expires_at <= now + APPROVAL_TTL_SECONDS:
         return False
-    wanted = _approval_of(asked, approval.approval_id, approval.approver_id, approval.expires_at)
-    return all(_same(getattr(approval, name), getattr(wanted, name)) for name in _APPROVAL_FIELDS)
+    given = _approval_values(approval)
+    wanted = _approval_values(_approval_of(asked, approval.approval_id, approval.approver_id, approval.expires_at))
+    # Types first: comparing a value of a strange type would run that type's code.
+    return [*map(type, given)] == [*map(type, wanted)] and given == wanted
 
 
 # ==== 8. Result package and its check (sections 11 and 13) ============================================================
@@ -1874,22 +1859,6 @@ def _package(asked: _Asked, model_result: ModelResult, plain: bool, downstream: 
     }
 
 
-# The fields of each object in a package, by their TypedDict: one list of names serves types and checks.
-_PACKAGE_OBJECTS: Final[Mapping[tuple[str, ...], Set[str]]] = MappingProxyType(
-    {
-        (): ResultPackage.__annotations__.keys(),
-        ("model_result",): ModelResult.__annotations__.keys(),
-        ("model_result", "execution"): Execution.__annotations__.keys(),
-        ("model_result", "provenance"): Provenance.__annotations__.keys(),
-        ("protected_audit",): ProtectedAudit.__annotations__.keys(),
-        ("protected_audit", "provider_context"): ProviderContext.__annotations__.keys(),
-        ("protected_audit", "tool_contract"): ToolContract.__annotations__.keys(),
-        ("protected_audit", "binding"): Binding.__annotations__.keys(),
-        ("protected_audit", "downstream"): Downstream.__annotations__.keys(),
-    }
-)
-
-
 def validate_result(principal: Principal, call: ToolCall, spec: ToolSpec | None, package: object) -> list[str]:
     """Every way in which `package` is not what this principal, call and contract can give (section 13).
 
@@ -1910,14 +1879,28 @@ def validate_result(principal: Principal, call: ToolCall, spec: ToolSpec | None,
     return _bounded(errors)
 
 
-def _has_package_shape(package: object, errors: list[str]) -> bool:
-    for steps, names in _PACKAGE_OBJECTS.items():
-        value: Any = package
-        for step in steps:
-            value = value[step]
-        if not _exact_fields(value, names, ".".join(("$", *steps)), errors):
-            return False  # an object that is wrong is not looked into
-    return True
+def _has_package_shape(package: Any, errors: list[str]) -> bool:
+    """Exact fields, from the outside in: an object that is wrong is not looked into."""
+    if not _exact_fields(package, _fields(ResultPackage), "$", errors):
+        return False
+    result, audit = package["model_result"], package["protected_audit"]
+    return (
+        _exact_fields(result, _fields(ModelResult), "$.model_result", errors)
+        and _exact_fields(result["execution"], _fields(Execution), "$.model_result.execution", errors)
+        and _exact_fields(result["provenance"], _fields(Provenance), "$.model_result.provenance", errors)
+        and _exact_fields(audit, _fields(ProtectedAudit), "$.protected_audit", errors)
+        and _exact_fields(
+            audit["provider_context"], _fields(ProviderContext), "$.protected_audit.provider_context", errors
+        )
+        and _exact_fields(audit["tool_contract"], _fields(ToolContract), "$.protected_audit.tool_contract", errors)
+        and _exact_fields(audit["binding"], _fields(Binding), "$.protected_audit.binding", errors)
+        and _exact_fields(audit["downstream"], _fields(Downstream), "$.protected_audit.downstream", errors)
+    )
+
+
+def _fields(shape: Any) -> Set[str]:
+    """The field names of a TypedDict: one list of names serves types and checks."""
+    return cast("Set[str]", shape.__annotations__.keys())
 
 
 def _rebuilt(asked: _Asked, seen: ResultPackage, errors: list[str]) -> ResultPackage | None:
@@ -1942,7 +1925,7 @@ def _rebuilt(asked: _Asked, seen: ResultPackage, errors: list[str]) -> ResultPac
         errors += [f"$.model_result: {error}" for error in output_errors]
         errors += _impossible(asked, None, delivery, status_ref, result)
         return None if checked is None or errors else _success(asked, checked, delivery, status_ref)
-    if not _exact_fields(body, ErrorBody.__annotations__.keys(), "$.model_result.error", errors):
+    if not _exact_fields(body, _fields(ErrorBody), "$.model_result.error", errors):
         return None
     code: object = cast("ErrorBody", body)["code"]
     if type(code) is not str or code not in ERROR_CATALOG:
@@ -2363,7 +2346,7 @@ class _Passage:
 
     def _arguments(self) -> JsonObject:
         """A fresh copy for each callback. From gate 4 on they are an object."""
-        return cast("JsonObject", self._asked.bound.arguments())
+        return self._asked.bound.arguments() or {}
 
     # What is known about an operation: shared by gates 7 and 11 and by the query.
 
@@ -2410,8 +2393,8 @@ class _Passage:
         self._passed("idempotency_key")
 
     def idempotency(self, spec: ToolSpec) -> OperationRecord:
+        earlier = self._ledger.find(_scope(self._asked))
         mine = self._operation(spec)
-        earlier = self._ledger.find(mine.scope)
         self._answer_from("idempotency", spec, earlier, mine)
         self._passed("idempotency")
         # Unlike that of any reservation before it: of this dispatcher by the count, of another by what went before.
@@ -2842,7 +2825,8 @@ Check: TypeAlias = tuple[Callable[[Any], bool], str]  # whether a value is right
 
 
 def _one_of(*values: str) -> Check:
-    return (lambda value: type(value) is str and value in values), f"wanted one of {', '.join(values)}"
+    known = frozenset(values)
+    return (lambda value: type(value) is str and value in known), f"wanted one of {', '.join(values)}"
 
 
 def _is_object(value: object) -> bool:
@@ -2922,7 +2906,7 @@ def _check_object(value: object, table: Mapping[str, Check], path: str, errors: 
     if type(value) is not dict or not (exact or _ONLY_STRINGS.issuperset(map(type, value))):
         return {}
     known: JsonObject = value if exact else {name: value[name] for name in table if name in value}
-    wrong = [name for name, item in known.items() if not table[name][0](item)]
+    wrong = [name for name, (is_right, _) in table.items() if name in known and not is_right(known[name])]
     errors.extend(f"{path}.{name}: {table[name][1]}" for name in wrong)
     return {name: item for name, item in known.items() if name not in wrong} if wrong else known
 
