@@ -840,7 +840,7 @@ class Receipt:
     result: HandlerResult
 
 
-class NotStarted(Exception):  # noqa: N818 - it is a verdict, not an error
+class NotStarted(Exception):
     """Raised by a handler that can prove nothing happened. Any other exception of a write leaves it unknown.
 
     `code` is `TIMEOUT_BEFORE_EXECUTE`, `RATE_LIMIT`, `TOOL_ERROR` or `BUSINESS_RULE_VIOLATION`; with another code the
@@ -1240,7 +1240,7 @@ def _exists(timestamp: str) -> bool:
 @lru_cache(maxsize=64)  # many calls share a second
 def _timestamp(now: int) -> str:
     # Plain arithmetic: the platform's own conversion ends at the year 3000 on Windows.
-    return f"{(datetime(1970, 1, 1) + timedelta(seconds=now)).isoformat()}Z"  # noqa: DTZ001 - UTC by construction
+    return f"{(datetime(1970, 1, 1) + timedelta(seconds=now)).isoformat()}Z"
 
 
 def validate_handler_result(spec: ToolSpec, call: ToolCall, result: object) -> list[str]:
@@ -2255,7 +2255,7 @@ def _check_references(status_ref: object, expected_request_sha256: object) -> No
         raise HostContextError("expected_request_sha256: wanted 64 lowercase hex characters")
 
 
-class _Stop(Exception):  # noqa: N818 - not an error: a gate has the answer
+class _Stop(Exception):
     def __init__(self, package: ResultPackage) -> None:
         self.package = package
 
@@ -2341,7 +2341,7 @@ class _Passage:
     def _says_true(self, rule: Callable[[Principal, JsonObject], bool]) -> bool:
         try:
             return rule(self._principal, self._arguments()) is True
-        except Exception:  # noqa: BLE001 - a rule that fails has not said yes
+        except Exception:
             return False
 
     def _arguments(self) -> JsonObject:
@@ -2446,7 +2446,7 @@ class _Passage:
         )
         try:
             returned = spec.handler(invocation)
-        except Exception as error:  # noqa: BLE001 - whatever a handler raises ends here
+        except Exception as error:
             _log_raised(spec.name)
             code = _not_started_code(error)
             if reserved is None:
@@ -2460,7 +2460,7 @@ class _Passage:
     def _released(self, reserved: OperationRecord, code: str) -> bool:
         try:
             return self._ledger.release(reserved, code).state == "not_started"
-        except Exception:  # noqa: BLE001 - then the scope is still pending, and so is the answer
+        except Exception:
             return False
 
     def output(self, spec: ToolSpec, reserved: OperationRecord | None, returned: object) -> _Checked:
@@ -2502,7 +2502,7 @@ class _Passage:
         )
         try:
             receipt: object = None if spec.find_receipt is None else spec.find_receipt(query)
-        except Exception:  # noqa: BLE001 - no evidence either way
+        except Exception:
             receipt = None
         if receipt is None:
             raise self._stopped("receipt", "OUTCOME_UNKNOWN", record.status_ref)
@@ -2529,7 +2529,7 @@ class _Passage:
         try:
             recorded = self._ledger.complete(reserved, kept)
             succeeded = recorded.state == "succeeded"
-        except Exception:  # noqa: BLE001 - the handler has run: whatever the ledger says, the outcome is unknown
+        except Exception:
             succeeded = False
         if not succeeded:
             raise self._stopped("record", "OUTCOME_UNKNOWN", reserved.status_ref)
@@ -2559,7 +2559,7 @@ def _not_started_code(error: Exception) -> str | None:
     """The code by which a handler proved that nothing happened, or None."""
     try:
         code = error.code if isinstance(error, NotStarted) else None
-    except Exception:  # noqa: BLE001 - an exception class can be as hostile as its handler
+    except Exception:
         return None
     return code if type(code) is str and code in _NOT_STARTED_CODES else None
 
@@ -3222,7 +3222,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     return _print(text, 0 if report["passed"] else 1)
 
 
-class _UnusableArguments(Exception):  # noqa: N818 - ends in exit code 2
+class _UnusableArguments(Exception):
     pass
 
 
