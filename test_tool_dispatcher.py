@@ -341,7 +341,7 @@ class FixtureTests(unittest.TestCase):
         path = ROOT / "tool-cases.json"
         self.assertLessEqual(path.stat().st_size, 65_536)
         self.assertTrue(path.read_bytes().isascii())
-        fixture = td.load_fixture(path)
+        fixture: Any = td.load_fixture(path)
         self.assertEqual(td.validate_fixture(fixture), [])
         report = td.run_fixture(fixture)
         self.assertEqual(set(report), {"schema_version", "case_count", "step_count", "passed", "cases"})
@@ -396,7 +396,8 @@ class FixtureTests(unittest.TestCase):
         self.assertEqual(td.MAX_JSON_DEPTH, 32)
         deepest = b"[" * 32 + b"]" * 32
         self.assertEqual(td.parse_json(deepest), arrays_deep(32))
-        self.assertEqual(td.parse_json(b'{"a":' * 31 + b"[1]" + b"}" * 31)["a"]["a"].keys(), {"a"})
+        objects: Any = td.parse_json(b'{"a":' * 31 + b"[1]" + b"}" * 31)
+        self.assertEqual(objects["a"]["a"].keys(), {"a"})
         for name, raw in {
             "33 arrays": b"[" * 33 + b"]" * 33,
             "33 objects": b'{"a":' * 33 + b"1" + b"}" * 33,
@@ -489,7 +490,8 @@ class FixtureTests(unittest.TestCase):
             for raw in (f'{{"a":[{numbers}]}}'.encode(), f'{{"a":{{{members}}}}}'.encode()):
                 with self.subTest(count=count, raw=raw[:8]):
                     if legal:
-                        self.assertEqual(len(td.parse_json(raw)["a"]), count)
+                        parsed: Any = td.parse_json(raw)
+                        self.assertEqual(len(parsed["a"]), count)
                     else:
                         self.assertIn("$.a", self.refused_json(raw, "(?i)members|items|elements|entries|1,?_?024"))
 
@@ -545,7 +547,7 @@ class FixtureTests(unittest.TestCase):
                     self.assertTrue(any(path in error for error in errors), errors)
 
     def test_every_wrong_value_is_listed_with_its_path(self) -> None:
-        wrong = {
+        wrong: dict[str, Any] = {
             "null": None, "true": True, "zero": 0, "minus one": -1, "fraction": 1.5, "huge integer": 10**30,
             "infinity": math.inf, "empty string": "", "300 characters": "x" * 300, "empty list": [], "empty object": {},
             "nested lists": [[[]]], "lone surrogate": "\ud800", "control character": "a\x1b[31mb",
@@ -573,13 +575,13 @@ class FixtureTests(unittest.TestCase):
                 with self.subTest(path=path, value=name):
                     errors = self.assert_errors(replaced(legal, path, value))
                     self.assertTrue(any(path in error for error in errors), errors)
-        for path, value in (
+        for path, value in [
             ("$.cases[0].principal.roles", ["support_admin"]),
             ("$.cases[0].steps[2].execution_context.idempotency_key", None),
             ("$.cases[0].steps[2].proposal.arguments", {}),
             ("$.cases[0].steps[2].now", 0),
             ("$.cases[0].steps[2].expected.data", {}),
-        ):
+        ]:
             with self.subTest(path=path, value=value):
                 self.assert_legal(replaced(legal, path, value))
 
@@ -587,11 +589,8 @@ class FixtureTests(unittest.TestCase):
         def explode(*_: Any, **__: Any) -> Any:
             raise RuntimeError("hostile")
 
-        hooks = dict.fromkeys(
-            ("__iter__", "__len__", "__getitem__", "__contains__", "__eq__", "__lt__", "__bool__", "__class__")
-            + ("__repr__", "__str__", "__format__", "keys", "items", "values", "get", "copy"),
-            explode,
-        )
+        names = "__iter__ __len__ __getitem__ __contains__ __eq__ __lt__ __bool__ __class__ __repr__ __str__ __format__"
+        hooks: dict[str, Any] = dict.fromkeys((*names.split(), "keys", "items", "values", "get", "copy"), explode)
         hooks["__hash__"] = lambda self: hash("schema_version")
         kinds = {base.__name__: type("Hostile", (base,), dict(hooks)) for base in (dict, list, str, int, float, object)}
         liar = type("Liar", (), {"__class__": property(explode), "__repr__": explode})
@@ -616,7 +615,7 @@ class FixtureTests(unittest.TestCase):
             "bytes": b"tool-cases-v2",
             "object": object(),
             "class": int,
-            "generator": (item for item in ()),
+            "generator": (item for item in range(0)),
             "number keys": {1: 2, None: 3, (1, 2): 4},
             "mixed keys": {"schema_version": "tool-cases-v2", 7: None},
             "dict with a raising key": {key("schema_version"): 1},
@@ -726,9 +725,9 @@ class FixtureTests(unittest.TestCase):
             with self.subTest(now=now):
                 self.assert_legal(replaced(legal, path, now))
                 self.assert_passes(replaced(legal, path, now))
-        for now in (-1, latest + 1, 253_402_300_799, 253_402_300_800, True, False, 1.0, float(NOW), str(NOW), None):
-            with self.subTest(now=now):
-                self.assert_errors(replaced(legal, path, now), path)
+        for wrong in (-1, latest + 1, 253_402_300_799, 253_402_300_800, True, False, 1.0, float(NOW), str(NOW), None):
+            with self.subTest(now=wrong):
+                self.assert_errors(replaced(legal, path, wrong), path)
         self.assert_passes(json_fixture(json_case(json_write("draft", now=latest))))
 
     def test_each_action_takes_only_what_belongs_to_it(self) -> None:
@@ -794,7 +793,7 @@ class FixtureTests(unittest.TestCase):
 
     def test_a_file_error_never_shows_the_path(self) -> None:
         (self.folder / "secret-folder").mkdir()
-        for name, path in {
+        paths: dict[str, str | Path] = {
             "missing": self.folder / "secret-missing.json",
             "missing, as text": str(self.folder / "secret-missing.json"),
             "directory": self.folder / "secret-folder",
@@ -802,7 +801,8 @@ class FixtureTests(unittest.TestCase):
             "NUL": str(self.folder / "secret\0.json"),
             "surrogate": str(self.folder / "secret\ud800.json"),
             "too long": self.folder / ("secret" * 1_000),
-        }.items():
+        }
+        for name, path in paths.items():
             with self.subTest(name):
                 with self.assertRaises(td.FixtureIOError) as caught:
                     td.load_fixture(path)
@@ -1019,7 +1019,7 @@ class FixtureTests(unittest.TestCase):
 
 
 class CommandLineTests(unittest.TestCase):
-    MODES = {"normal": [], "optimized": ["-O"]}
+    MODES: Mapping[str, list[str]] = {"normal": [], "optimized": ["-O"]}
 
     def setUp(self) -> None:
         folder = tempfile.TemporaryDirectory()
@@ -1043,6 +1043,7 @@ class CommandLineTests(unittest.TestCase):
             stdin=subprocess.DEVNULL,
             capture_output=True,
             timeout=60,
+            check=False,
         )
         out, err = done.stdout.decode(encoding), done.stderr.decode(encoding)
         for text in (out, err):
@@ -1075,8 +1076,17 @@ class CommandLineTests(unittest.TestCase):
             self.assertEqual((code, err), (0, ""))
             self.assertEqual(
                 [gate for gate, _ in own["gates"]],
-                ["context", "call_identity", "registry", "input", "authorization"]
-                + ["deadline", "handler", "output", "record"],
+                [
+                    "context",
+                    "call_identity",
+                    "registry",
+                    "input",
+                    "authorization",
+                    "deadline",
+                    "handler",
+                    "output",
+                    "record",
+                ],
             )
             self.assertEqual(own["gates"][-1], ["record", "OK fresh"])
             self.assertEqual(foreign["gates"][-1], ["authorization", "NOT_FOUND"])
@@ -1105,7 +1115,7 @@ class CommandLineTests(unittest.TestCase):
                 self.assertIn("authorization", out)
 
     def test_only_named_cases_run_and_a_difference_exits_1_field_by_field(self) -> None:
-        shipped = td.load_fixture(ROOT / "tool-cases.json")
+        shipped: Any = td.load_fixture(ROOT / "tool-cases.json")
         wrong = replaced(shipped, "$.cases[0].steps[0].expected.data.status", "refunded")
         wrong = replaced(wrong, "$.cases[0].steps[0].expected.side_effect_count", 3)
         path = self.saved(wrong)
@@ -3159,7 +3169,7 @@ class GateTests(DispatcherCase):
         many = tuple(f"role-{number:02}" for number in range(33))
         roles: tuple[Any, ...] = (None, "admin", ["admin"], ("b", "a"), ("a", "a"), ("",), (7,), (["a"],), many)
         principals += [dataclasses.replace(USER, roles=several) for several in roles]
-        contexts = [dict([(name, text)]) for name in ("response_id", "call_id", "operation_id") for text in texts]
+        contexts = [{name: text} for name in ("response_id", "call_id", "operation_id") for text in texts]
         contexts += [{"idempotency_key": text} for text in texts if text is not None]
         contexts += [{"provider": "acme"}, {"provider": ["openai"]}, {"provider": None}, {"api_family": "messages"}]
         contexts += [{"adapter_revision": "openai-responses-v2"}, {"adapter_revision": None}]
@@ -3185,8 +3195,10 @@ class GateTests(DispatcherCase):
                         td.validate_host_context(principal, call, now=options["now"])
         asked: dict[str, Any] = {"status_ref": NO_REFERENCE, "expected_request_sha256": NO_DIGEST, "now": NOW}
         for name, malformed in {
-            "status_ref": (None, 7, "", "status_", "status_" + "0" * 31, "status_" + "0" * 33, "status_" + "A" * 32)
-            + (NO_REFERENCE + "\n", " " + NO_REFERENCE, "0" * 32, NO_REFERENCE.encode(), [NO_REFERENCE]),
+            "status_ref": (
+                *(None, 7, "", "status_", "status_" + "0" * 31, "status_" + "0" * 33, "status_" + "A" * 32),
+                *(NO_REFERENCE + "\n", " " + NO_REFERENCE, "0" * 32, NO_REFERENCE.encode(), [NO_REFERENCE]),
+            ),
             "expected_request_sha256": (None, 7, "", "0" * 63, "0" * 65, "A" * 64, NO_DIGEST + "\n", [NO_DIGEST]),
             "now": times,
         }.items():
@@ -4102,15 +4114,19 @@ class LedgerTests(DispatcherCase):
             with self.subTest(overtaken_after_the_idempotency_gate=end):
                 shop = td.MockShop()
                 waiting = [(inner, failure)]
+                hosts: list[Host] = []
 
-                def overtaken(principal: Any, arguments: Any, shop: Any = shop, waiting: Any = waiting) -> bool:
+                def overtaken(
+                    principal: Any, arguments: Any, hosts: list[Host] = hosts, waiting: Any = waiting
+                ) -> bool:
                     if waiting:
                         call, failure = waiting.pop()
-                        shop.inject(failure)
-                        host.dispatch(call)
+                        hosts[0].shop.inject(failure)
+                        hosts[0].dispatch(call)
                     return True
 
                 host = rewired(shop, business_rule=overtaken)
+                hosts.append(host)
                 self.run_together(functools.partial(self.dispatches, host, write_call(), "reservation", end))
                 self.assertEqual(shop.side_effect_count, 1)
 
@@ -4185,17 +4201,22 @@ class LedgerTests(DispatcherCase):
                 shop = td.MockShop()
                 real = write_spec(shop).handler
 
-                def handler(invocation: Any, real: Any = real, late_failure: Any = late_failure) -> Any:
+                hosts: list[Host] = []
+
+                def handler(
+                    invocation: Any, real: Any = real, late: Any = late_failure, hosts: list[Host] = hosts
+                ) -> Any:
                     result = real(invocation)
                     asked = {
                         "status_ref": invocation.status_ref, "expected_request_sha256": invocation.request_sha256,
                     }  # fmt: skip
-                    self.asks(host, write_call(call_id="ask"), None, "record", "OK receipt_reconciled", **asked)
-                    if late_failure:
-                        raise late_failure
+                    self.asks(hosts[0], write_call(call_id="ask"), None, "record", "OK receipt_reconciled", **asked)
+                    if late:
+                        raise late
                     return dataclasses.replace(result, resource_revision="late-r9")
 
                 host = rewired(shop, handler=handler)
+                hosts.append(host)
                 first = self.run_together(functools.partial(host.dispatch, write_call()))[0]
                 self.assertEqual(td.validate_result(USER, write_call(), host.spec(write_call()), first), [])
                 if late_failure is None:
@@ -4470,7 +4491,7 @@ unknown-tool\tFalse\tunknown tool: 'get_open_now'
 
 def hours(weekday: str = "2", building: str = '"Killam"', more: str = "") -> str:
     """The text of a call to `get_hours`; every part is raw JSON, so that it can be wrong in any way."""
-    return '{"name": "get_hours", "arguments": {"building": %s, "weekday": %s%s}}' % (building, weekday, more)
+    return f'{{"name": "get_hours", "arguments": {{"building": {building}, "weekday": {weekday}{more}}}}}'
 
 
 def run_guard(
@@ -4500,13 +4521,16 @@ class ContractGuardTests(unittest.TestCase):
             names = [a.name for node in ast.walk(tree) if isinstance(node, ast.Import) for a in node.names]
             names += [node.module or "." for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
             self.assertEqual([name for name in names if name.split(".")[0] not in sys.stdlib_module_names], [])
-        with self.subTest("the same line ends on every system"), io.BytesIO() as written:
-            with mock.patch.object(sys, "stdout", io.TextIOWrapper(written, newline="\r\n")):
-                guard.main([])
-                self.assertEqual(written.getvalue(), GUARD_TABLE)
+        with (
+            self.subTest("the same line ends on every system"),
+            io.BytesIO() as written,
+            mock.patch.object(sys, "stdout", io.TextIOWrapper(written, newline="\r\n")),
+        ):
+            guard.main([])
+            self.assertEqual(written.getvalue(), GUARD_TABLE)
         verdict = guard.Verdict(True, "contract ok", "id")
         with self.subTest("a verdict is frozen"), self.assertRaises(AttributeError):
-            verdict.ok = False
+            verdict.ok = False  # type: ignore[misc]
         coercing = {"building": str, "weekday": str}
         drifts: dict[str, tuple[str, Any]] = {
             "a fixture that should fail passes": ("FIXTURES", (*guard.FIXTURES[:1], ("bool-weekday", hours()))),
@@ -4524,7 +4548,7 @@ class ContractGuardTests(unittest.TestCase):
 
     def test_a_call_is_refused_with_the_reason_of_the_first_layer_that_fails_and_never_repaired(self) -> None:
         def call(name: str, arguments: str) -> str:
-            return '{"name": %s, "arguments": %s}' % (name, arguments)
+            return f'{{"name": {name}, "arguments": {arguments}}}'
 
         keys = "call keys must be 'arguments' and 'name', got: "
         exact = {
@@ -4856,7 +4880,7 @@ class HandlerOutputTests(unittest.TestCase):
         for result in wrong:
             with self.subTest(result=type(result).__name__):
                 self.assert_refused(td.validate_handler_result(probe(FREE), probe_call(), result))
-                package = Host([probe(FREE, lambda invocation: result)]).dispatch(probe_call())
+                package = Host([probe(FREE, lambda invocation, result=result: result)]).dispatch(probe_call())
                 self.assertEqual(verdict(package), VIOLATION)
 
     def test_producer_revision_and_identifiers_are_the_declared_and_bounded_ones(self) -> None:
@@ -5053,7 +5077,7 @@ class HandlerOutputTests(unittest.TestCase):
                 data = {"free": {"list": [value]}}
                 self.assert_refused(errors(data))
                 self.assert_refused(errors(data, {"free": td.FieldRule(dict, nullable=True)}))
-                package = Host([probe(FREE, lambda invocation: handled(data))]).dispatch(probe_call())
+                package = Host([probe(FREE, lambda invocation, data=data: handled(data))]).dispatch(probe_call())
                 self.assertEqual(verdict(package), VIOLATION)
         self.assert_refused(errors(Hostile()))
         self.assert_refused(errors(deep))

@@ -324,7 +324,7 @@ def _member(key: str) -> str:
 
 # ==== 3. Portable JSON (section 3) ====================================================================================
 
-JsonValue: TypeAlias = "None | bool | int | float | str | list[JsonValue] | dict[str, JsonValue]"
+JsonValue: TypeAlias = "bool | int | float | str | list[JsonValue] | dict[str, JsonValue] | None"
 JsonObject: TypeAlias = dict[str, JsonValue]
 
 
@@ -479,7 +479,7 @@ def _is_crowded(raw: bytes) -> bool:
         if mark == 0x2C:  # a comma
             if commas:
                 commas[-1] += 1
-        elif mark in b"[{":
+        elif mark in (0x5B, 0x7B):  # a bracket or brace that opens
             commas.append(0)
             if len(commas) > MAX_JSON_DEPTH:
                 raise PortableJsonError(f"nested too deep: wanted at most {MAX_JSON_DEPTH} levels")
@@ -1070,7 +1070,7 @@ def _check_value(rule: FieldRule, value: JsonValue, path: str, arguments: JsonOb
     if kind is not rule.type and not (rule.type is float and kind is int):
         errors.append(f"{path}: wanted {_TYPE_NAMES[rule.type]}")
         return
-    if rule.enum is not None and not _is_one_of(value, rule.enum):
+    if rule.enum is not None and not any(_same(value, member) for member in rule.enum):
         errors.append(f"{path}: wanted one of the declared values")
     if type(value) is str or type(value) is list:
         if rule.min_length is not None and len(value.strip() if type(value) is str else value) < rule.min_length:
@@ -1089,13 +1089,6 @@ def _check_value(rule: FieldRule, value: JsonValue, path: str, arguments: JsonOb
             errors.append(f"{path}: wanted at most {rule.maximum}")
     elif type(value) is dict and rule.fields is not None:
         _check_fields(rule.fields, value, path, arguments, errors)
-
-
-def _is_one_of(value: JsonValue, enum: Iterable[JsonValue]) -> bool:
-    for member in enum:
-        if _same(value, member):
-            return True
-    return False
 
 
 # Names that never leave in a tool's output, at any level: credentials, and what names a principal, call, operation,
@@ -2015,9 +2008,9 @@ CallIdentity: TypeAlias = tuple[str, str, str, str, str, str]  # tenant, subject
 class OperationRecord:
     """One reservation of a scope: enough to tell whether a call means the same operation, and what became of it.
 
-    `profile` is (provider, api_family, adapter_revision); `revisions` are those of output, effect, handler and producer;
-    `reserved_at` is in Unix seconds; `token` tells reservations of one scope apart. `result` is there when succeeded,
-    `code` when not started.
+    `profile` is (provider, api_family, adapter_revision); `revisions` are those of output, effect, handler and
+    producer; `reserved_at` is in Unix seconds; `token` tells reservations of one scope apart. `result` is there when
+    succeeded, `code` when not started.
     """
 
     scope: Scope
