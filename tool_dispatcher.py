@@ -2999,7 +2999,7 @@ def load_fixture(path: str | os.PathLike[str]) -> JsonObject:
     try:
         value = parse_json(raw)
     except PortableJsonError as error:
-        raise FixtureError(str(error)) from None
+        raise FixtureError(f"the fixture cannot be decoded: {error}") from None
     _refuse(_format_errors(value))
     return cast("JsonObject", value)
 
@@ -3007,7 +3007,7 @@ def load_fixture(path: str | os.PathLike[str]) -> JsonObject:
 def _refuse(errors: list[str]) -> None:
     if errors:
         more = [f"... and {len(errors) - 15} more"] if len(errors) > 15 else []
-        raise FixtureError("\n".join([*map(_clipped, errors[:15]), *more]))
+        raise FixtureError("\n  ".join(["the fixture breaks its format:", *map(_clipped, errors[:15]), *more]))
 
 
 def _read_fixture(path: str | os.PathLike[str]) -> bytes:
@@ -3210,7 +3210,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except _UnusableArguments:
         return _fail(_USAGE)
     except FixtureError as error:
-        return _fail(f"error: the fixture cannot be used\n{error}")
+        return _fail(f"error: {error}")
     text = _table(report) if options.format == "table" else json.dumps(report, indent=2)
     return _print(text, 0 if report["passed"] else 1)
 
