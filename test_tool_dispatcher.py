@@ -3,6 +3,8 @@
     python -B -m unittest discover -s . -p test_tool_dispatcher.py
 
 Builders at the top make one valid thing and take the one difference as an argument; matrices are tables with `subTest`.
+The layers follow: fixture, digest, dispatcher, handler output, result contract, result set, provider adapter, command
+line, contract guard. What only one layer needs stands under its banner.
 """
 
 from __future__ import annotations
@@ -32,24 +34,41 @@ import threading
 import tracemalloc
 import types
 import unittest
-import unittest.mock
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from decimal import Decimal
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import IO, Any, NamedTuple, cast
 from unittest import mock
 
 import contract_guard as guard
 import tool_dispatcher as td
 
-NOW = 1_767_225_600  # 2026-01-01T00:00:00Z
+ROOT = Path(__file__).resolve().parent
+DISPATCHER, GUARD = ROOT / "tool_dispatcher.py", ROOT / "contract_guard.py"
+
+NOW = 1_767_225_600
+OBSERVED = "2026-01-01T00:00:00Z"  # the same second
 USER = td.Principal("tenant-a", "user-1", ())
 REVIEWER = "human-reviewer-1"
 PROFILES = [
     {"provider": provider, "api_family": family, "adapter_revision": revision}
     for (provider, family), revision in td.PROVIDER_PROFILES.items()
 ]
+READ_SPEC, WRITE_SPEC = sorted(td.MockShop().tools(), key=lambda spec: spec.effect)
+ORDER = {"order_ref": "ORDER-7", "status": "paid"}
+DRAFT = {"draft_id": "DRAFT-1", "order_ref": "ORDER-7", "reason": "damaged"}
+ZEROS = "0" * 64
+NO_REFERENCE = "status_" + "0" * 32  # well-formed, and nobody's
+STATUS_REF = "status_a764e574fb5b786fe2d2ebf43c44c684"  # of the valid write call, see DigestTests
+# Request digests whose preimages DigestTests spells out.
+WRITE_REQUEST = "c4fb454f5798638b8316ae965bef9d028634ca54db169b33c9d634d62c52501a"
+UNKNOWN_REQUEST = "32cb200119f8cac0c2a4a4d3a09a2fc286256efb39e91c31e251deba38b3f6c6"
+NAMELESS_REQUEST = "11b79096fe4b58dc989e0bbb30954d1eb8c6d541339eeb3f76fb009fb2d36d1f"
+
+
+# --------------------------------------------------------------------------------------------------
+# Builders: calls, hosts, results and the reader's own tool
+# --------------------------------------------------------------------------------------------------
 
 
 def context(**changes: Any) -> td.ExecutionContext:
@@ -79,6 +98,83 @@ def write_call(order_ref: Any = "ORDER-7", reason: Any = "damaged", **changes: A
     return bind(
         "create_refund_draft", {"order_ref": order_ref, "reason": reason}, **{"idempotency_key": "key-1"} | changes
     )
+
+
+def altered(value: Any, **changes: Any) -> Any:
+    """A frozen value with other fields, of whatever type an attack needs."""
+    return dataclasses.replace(value, **changes)
+
+
+def field_names(kind: Any) -> list[str]:
+    return [field.name for field in dataclasses.fields(kind)]
+
+
+def order_result(**changes: Any) -> Any:
+    """What `get_order` returns for ORDER-7."""
+    valid = td.HandlerResult(
+        data=dict(ORDER),
+        producer_revision="orders-mock-v2",
+        resource_revision="order-7-r3",
+        observed_at=OBSERVED,
+        request_id="request-1",
+    )
+    return altered(valid, **changes)
+
+
+def draft_result(**changes: Any) -> Any:
+    """What `create_refund_draft` returns for the valid write call."""
+    valid = td.HandlerResult(
+        data=dict(DRAFT),
+        producer_revision="refunds-mock-v2",
+        resource_revision="draft-1-r1",
+        observed_at=OBSERVED,
+        request_id="request-1",
+        receipt_id="receipt-1",
+    )
+    return altered(valid, **changes)
+
+
+def own_result(**changes: Any) -> td.HandlerResult:
+    """What the reader's own tool returns."""
+    valid = td.HandlerResult(
+        data={"done": True},
+        producer_revision="own-producer-v1",
+        resource_revision="own-1-r1",
+        observed_at=OBSERVED,
+        request_id="request-1",
+        receipt_id="receipt-1",
+    )
+    return dataclasses.replace(valid, **changes)
+
+
+def own_tool(**changes: Any) -> td.ToolSpec:
+    """A reader's own read tool with one text argument; `changes` replace its fields."""
+    fields: dict[str, Any] = {
+        "name": "own_tool",
+        "description": "A tool the dispatcher has never heard of.",
+        "effect": "read",
+        "arguments": {"value": td.FieldRule(str)},
+        "output": {"done": td.FieldRule(bool)},
+        "input_schema_revision": "own-input-v1",
+        "output_schema_revision": "own-output-v1",
+        "effect_revision": "own-effect-v1",
+        "handler_revision": "own-handler-v1",
+        "producer_revision": "own-producer-v1",
+        "policy_revision": "own-policy-v1",
+        "source_label": "own",
+        "authorize": lambda principal, arguments: True,
+        "handler": lambda invocation: own_result(),
+        "business_rule": None,
+        "find_receipt": None,
+        "timeout_ms": 100,
+        "max_output_bytes": 256,
+        "max_output_depth": 1,
+    }
+    return td.ToolSpec(**fields | changes)
+
+
+def own_call(value: Any = "text", **changes: Any) -> td.ToolCall:
+    return bind("own_tool", {"value": value}, **changes)
 
 
 class Host:
@@ -132,6 +228,19 @@ class Host:
         return self.dispatcher.query_operation_status(principal, call, now=now, **asked | options)
 
 
+def write_spec(shop: td.MockShop) -> td.ToolSpec:
+    return next(spec for spec in shop.tools() if spec.effect == "write")
+
+
+def rewired(shop: td.MockShop | None = None, *, ledger: Any = None, **changes: Any) -> Host:
+    """A host whose write tool differs by `changes`."""
+    host = Host()
+    host.shop = shop or host.shop
+    tools = [dataclasses.replace(spec, **changes) if spec.effect == "write" else spec for spec in host.shop.tools()]
+    host.dispatcher = td.Dispatcher(tools, ledger=ledger, approvers=frozenset({REVIEWER}))
+    return host
+
+
 def verdict(package: td.ResultPackage) -> tuple[str, str, str]:
     """(code, outcome, delivery) of a package, `OK` for a success."""
     result = package["model_result"]
@@ -139,11 +248,340 @@ def verdict(package: td.ResultPackage) -> tuple[str, str, str]:
     return (error["code"] if error else "OK", result["execution"]["outcome"], result["execution"]["delivery"])
 
 
-ROOT = Path(__file__).resolve().parent
+def status_ref(answer: td.ResultPackage) -> Any:
+    return answer["protected_audit"]["downstream"]["status_ref"]
 
-# --- fixtures -------------------------------------------------------------------------------------
 
-# code: (status, outcome, recovery), written out here so that the catalog is not tested against itself
+def data_of(answer: td.ResultPackage) -> Any:
+    return answer["model_result"]["data"]
+
+
+# --------------------------------------------------------------------------------------------------
+# Builders: paths in a JSON document
+# --------------------------------------------------------------------------------------------------
+
+
+def keys_of(path: str | tuple[Any, ...]) -> tuple[Any, ...]:
+    """`$.cases[0].id`, or `cases.0.id`, as the keys that lead there."""
+    if isinstance(path, tuple):
+        return path
+    return tuple(int(part) if part.isdigit() else part for part in re.findall(r"\w+", path))
+
+
+def at(document: Any, path: str | tuple[Any, ...]) -> Any:
+    return functools.reduce(lambda found, key: found[key], keys_of(path), document)
+
+
+def edited(document: Any, path: str | tuple[Any, ...], value: Any) -> Any:
+    """The document with another value at `path`; the original stays as it was, and what is not on the way is shared."""
+    keys = keys_of(path)
+    if not keys:
+        return value
+    first, rest = keys[0], keys[1:]
+    if isinstance(document, list):
+        return [edited(member, rest, value) if index == first else member for index, member in enumerate(document)]
+    return {**document, first: edited(document.get(first), rest, value)}
+
+
+def places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """The path of every container and every member in `value`, the root first."""
+    yield path
+    members = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, member in members:
+        yield from places(member, (*path, key))
+
+
+def paths_in(document: Any) -> Iterator[str]:
+    """Every path of a fixture document, down to `arguments` and `data`, which have no fixed fields."""
+    for keys in places(document):
+        if not {"arguments", "data"}.intersection(keys[:-1]):
+            yield "$" + "".join(f"[{key}]" if isinstance(key, int) else f".{key}" for key in keys)
+
+
+# --------------------------------------------------------------------------------------------------
+# Builders: packages and what an attacker makes of them
+# --------------------------------------------------------------------------------------------------
+
+
+class Sample(NamedTuple):
+    """A package with the trusted facts that it is checked against."""
+
+    call: td.ToolCall
+    spec: td.ToolSpec | None
+    package: Any
+    principal: td.Principal = USER
+
+
+def read_sample(**changes: Any) -> Sample:
+    call = read_call(**changes)
+    return Sample(call, READ_SPEC, td.success_package(USER, call, READ_SPEC, order_result(), delivery="fresh"))
+
+
+def write_sample(**changes: Any) -> Sample:
+    call = write_call(**changes)
+    package = td.success_package(USER, call, WRITE_SPEC, draft_result(), delivery="fresh", status_ref=STATUS_REF)
+    return Sample(call, WRITE_SPEC, package)
+
+
+def error_sample(code: str, call: td.ToolCall, spec: td.ToolSpec | None, status_ref: str | None = None) -> Sample:
+    return Sample(call, spec, td.error_package(USER, call, spec, code, now=NOW, status_ref=status_ref))
+
+
+def check(sample: Sample, package: Any = None) -> list[str]:
+    """The errors of the sample's own package, or of `package` put in its place."""
+    return td.validate_result(
+        sample.principal, sample.call, sample.spec, sample.package if package is None else package
+    )
+
+
+def resealed(sample: Sample, package: Any) -> Any:
+    """An attacker's best effort: the digests recomputed, with the public functions, over an edited package."""
+    try:
+        request = td.request_digest(sample.principal, sample.call, sample.spec)
+        result = td.result_digest(package["model_result"])
+        downstream = package["protected_audit"]["downstream"]
+        binding = td.call_binding_digest(sample.principal, sample.call, sample.spec, request, result, downstream)
+        fitting = {"request_sha256": request, "result_sha256": result, "call_binding_sha256": binding}
+        return edited(package, "protected_audit.binding", fitting)
+    except (LookupError, TypeError, ValueError, RuntimeError):
+        return package  # what no digest can be taken over stays as it is
+
+
+def sealed(sample: Sample, path: tuple[str, ...], value: Any) -> Any:
+    """The sample's package with another value at `path` and, where the digests cover that place, fitting digests."""
+    package = edited(sample.package, path, value)
+    return resealed(sample, package) if "model_result" in path or "downstream" in path else package
+
+
+def forged(sample: Sample, edits: dict[str, Any]) -> Any:
+    """The sample's package with edits by dotted path, and fitting digests."""
+    package = sample.package
+    for path, value in edits.items():
+        package = edited(package, path, value)
+    return resealed(sample, package)
+
+
+@functools.cache
+def every_sample() -> dict[str, Sample]:
+    """One package of every kind that the dispatcher really gives: each success, each code, at each of its seams."""
+    found: dict[str, Sample] = {}
+    again = {"response_id": "resp-2", "call_id": "call-2", "operation_id": "op-2"}
+
+    def keep(label: str, host: Host, call: td.ToolCall, package: Any) -> Any:
+        found[label] = Sample(call, host.spec(call), package)
+        return package
+
+    def run(label: str, call: td.ToolCall, *, failure: str = "none", host: Host | None = None, **options: Any) -> Any:
+        host = host or Host()
+        host.shop.inject(failure)
+        return keep(label, host, call, host.dispatch(call, **options))
+
+    run("read success", read_call())
+    host = Host()
+    first = run("write success", write_call(), host=host)
+    run("replay", write_call(**again), host=host)
+    run("IDEMPOTENCY_CONFLICT", write_call(reason="other", **again | {"call_id": "call-3"}), host=host)
+    asked = write_call(**again | {"call_id": "call-4"})
+    keep("STATUS_CONFLICT", host, asked, host.query(asked, first, expected_request_sha256=ZEROS))
+
+    host = Host()
+    lost = run("OUTCOME_UNKNOWN", write_call(), host=host, failure="timeout_after_commit")
+    run("OUTCOME_UNKNOWN again", write_call(**again), host=host)
+    asked = write_call(**again | {"call_id": "call-3"})
+    keep("reconciled", host, asked, host.query(asked, lost))
+
+    run("UNKNOWN_TOOL", bind("drop_database", {"n": 2.0}))
+    run("UNKNOWN_TOOL without a name", bind(["drop_database"], {}))
+    run("INVALID_ARGUMENTS", read_call(order_ref=7))
+    run(
+        "INVALID_ARGUMENTS outside the domain",
+        bind("create_refund_draft", [2**60], idempotency_key="key-1"),
+        approvals=(),
+    )
+    run("IDEMPOTENCY_KEY_REQUIRED", write_call(idempotency_key=None), approvals=())
+    run("NOT_FOUND", read_call("ORDER-8"))
+    run("APPROVAL_REQUIRED", write_call(), approvals=())
+    run("APPROVAL_INVALID", write_call(), approvals=[None])
+    run("TIMEOUT_BEFORE_EXECUTE at the deadline", read_call(), deadline=NOW)
+    run("TIMEOUT_BEFORE_EXECUTE in the handler", write_call(), failure="timeout_before_execute")
+    run("TOOL_ERROR of a read", read_call(), failure="tool_error")
+    run("TOOL_ERROR of a write", write_call(), failure="tool_error")
+
+    host = Host()
+    limited = run("RATE_LIMIT", write_call(), host=host, failure="rate_limit")
+    asked = write_call(**again)
+    keep("RATE_LIMIT asked for", host, asked, host.query(asked, limited))
+
+    host = Host()
+    host.shop.orders["ORDER-7"].status = "refunded"
+    run("BUSINESS_RULE_VIOLATION", write_call(), host=host)
+    for name in ("get_order", "drop_database"):
+        host = Host()
+        host.dispatch(bind(name, {"order_ref": "ORDER-8"}))
+        run(f"CALL_ID_CONFLICT {name}", bind(name, {"order_ref": "ORDER-7"}), host=host)
+
+    def broken(invocation: td.Invocation) -> Any:
+        return order_result(data={})
+
+    for call in (read_call(), write_call()):
+        tools = [altered(spec, handler=broken) for spec in (READ_SPEC, WRITE_SPEC)]
+        run(f"OUTPUT_CONTRACT_VIOLATION {call.name}", call, host=Host(tools))
+    return found
+
+
+# --------------------------------------------------------------------------------------------------
+# Builders: hostile values
+# --------------------------------------------------------------------------------------------------
+
+
+def refuses_everything(*_: Any, **__: Any) -> Any:
+    raise RuntimeError("touched")
+
+
+class AlwaysEqual:
+    """Passes every comparison that is not preceded by a look at the type."""
+
+    def __eq__(self, other: object) -> bool:
+        return True
+
+    def __hash__(self) -> int:
+        return 0
+
+
+class Hostile:
+    """Raises at whatever is done with it."""
+
+    __eq__ = __ne__ = __lt__ = __hash__ = __bool__ = __len__ = refuses_everything
+    __iter__ = __getitem__ = __contains__ = __repr__ = __str__ = __int__ = refuses_everything
+
+
+class TextSubclass(str):
+    pass
+
+
+class IntSubclass(int):
+    pass
+
+
+class FloatSubclass(float):
+    pass
+
+
+class ListSubclass(list[Any]):
+    pass
+
+
+class DictSubclass(dict[Any, Any]):
+    pass
+
+
+class RaisingDict(dict[Any, Any]):
+    """A dict that raises as soon as one of its own methods is used."""
+
+    __getitem__ = __iter__ = __len__ = __contains__ = keys = items = values = get = copy = refuses_everything
+    __repr__ = __eq__ = __copy__ = __deepcopy__ = __reduce_ex__ = refuses_everything
+
+
+def nested(levels: int, kind: type = list) -> Any:
+    """`levels` containers, one in the other."""
+    value: Any = kind()
+    for _ in range(levels - 1):
+        value = [value] if kind is list else {"k": value}
+    return value
+
+
+def cyclic(kind: type = list) -> Any:
+    value: Any = kind()
+    if kind is list:
+        value.append(value)
+    else:
+        value["k"] = value
+    return value
+
+
+def unfolding(doublings: int) -> Any:
+    """A few containers that are two to the power of `doublings` values for whoever walks through them."""
+    value: Any = [0]
+    for _ in range(doublings):
+        value = [value, value]
+    return value
+
+
+@functools.cache
+def outside_values() -> dict[str, Any]:
+    """Values outside the portable domain, by the label that a failure shows."""
+    return {
+        "2**53": 2**53,
+        "-(2**60)": -(2**60),
+        "5,001 digits": 10**5_000,
+        "1e20": 1e20,
+        "nan": float("nan"),
+        "infinity": float("inf"),
+        "minus infinity": float("-inf"),
+        "lone surrogate": "\ud800",
+        "long text": "x" * 70_000,
+        "long array": [0] * 1_025,
+        "10,000 arrays": nested(10_000),
+        "10,000 objects": nested(10_000, dict),
+        "cyclic array": cyclic(),
+        "cyclic object": cyclic(dict),
+        "shared arrays": unfolding(40),
+        "number as key": {1: "x"},
+        "null as key": {None: "x"},
+        "tuple as key": {"schema_version": "tool-cases-v2", (1, 2): None},
+        "surrogate as key": {"\udc00": 1},
+        "subclass as key": {TextSubclass("a"): 1},
+        "tuple": ("succeeded",),
+        "set": {"succeeded"},
+        "frozen set": frozenset(),
+        "bytes": b"succeeded",
+        "complex": 1j,
+        "range": range(3),
+        "iterator": iter([]),
+        "instance": object(),
+        "class": dict,
+        "function": refuses_everything,
+        "subclass of str": TextSubclass("x"),
+        "subclass of int": IntSubclass(1000),
+        "subclass of dict": collections.OrderedDict(status="succeeded"),
+        "equal to all": AlwaysEqual(),
+        "raises at all": Hostile(),
+        "dict that raises": RaisingDict(status="succeeded"),
+    }
+
+
+@functools.cache
+def hostile_values() -> dict[str, Any]:
+    """One of each kind of those, and a value of every JSON type: what may stand in any place of a package."""
+    alike = {"-(2**60)", "5,001 digits", "1e20", "minus infinity", "long array", "10,000 objects", "shared arrays"}
+    alike |= {"null as key", "tuple as key", "surrogate as key", "subclass as key", "frozen set", "complex", "range"}
+    alike |= {"iterator", "instance", "function", "subclass of dict"}
+    return {label: value for label, value in outside_values().items() if label not in alike} | {
+        "null": None,
+        "true": True,
+        "false": False,
+        "0": 0,
+        "1": 1,
+        "1000": 1000,
+        "1.0": 1.0,
+        "1000.0": 1000.0,
+        "empty text": "",
+        "text": "x",
+        "digits": "1000",
+        "64 zeros": ZEROS,
+        "control character": "x\x00y",
+        "array": [],
+        "array of text": ["succeeded"],
+        "object": {},
+        "object with a member": {"status": "succeeded"},
+    }
+
+
+# --------------------------------------------------------------------------------------------------
+# Builders: fixture documents
+# --------------------------------------------------------------------------------------------------
+
+
 ENDINGS = {
     "OK": ("succeeded", "committed", "none"),
     "UNKNOWN_TOOL": ("failed", "not_started", "correct_input"),
@@ -173,7 +611,7 @@ def json_step(
         "outcome": outcome,
         "recovery": recovery,
         "delivery": "fresh",
-        "data": {"order_ref": "ORDER-7", "status": "paid"} if code == "OK" else None,
+        "data": dict(ORDER) if code == "OK" else None,
         "side_effect_count": 0,
     }
     step = {
@@ -196,7 +634,7 @@ def json_step(
 def json_write(step_id: str, code: str = "OK", *, reason: str = "damaged", **changes: Any) -> dict[str, Any]:
     """A write on ORDER-7 with a valid approval and a key of its own: the first draft of the case."""
     proposal = {"name": "create_refund_draft", "arguments": {"order_ref": "ORDER-7", "reason": reason}}
-    data = {"draft_id": "DRAFT-1", "order_ref": "ORDER-7", "reason": reason} if code == "OK" else None
+    data = DRAFT | {"reason": reason} if code == "OK" else None
     count = 1 if code in {"OK", "OUTCOME_UNKNOWN"} else 0
     given: dict[str, Any] = {"key": f"key-{step_id}", "proposal": proposal, "approval": "valid"}
     given |= {"data": data, "side_effect_count": count}
@@ -229,48 +667,83 @@ def unknown_then_query() -> dict[str, Any]:
     return json_fixture(json_case(write, query, json_step("read", side_effect_count=1)))
 
 
-def keys_of(path: str) -> list[str | int]:
-    """`$.cases[0].id` as the keys that lead there."""
-    return [int(part) if part.isdigit() else part for part in re.findall(r"\w+", path)]
+# --------------------------------------------------------------------------------------------------
+# Threads, processes and files
+# --------------------------------------------------------------------------------------------------
 
 
-def value_at(document: Any, path: str) -> Any:
-    for key in keys_of(path):
-        document = document[key]
-    return document
+WAIT = 10.0  # seconds until a test thread counts as stuck
+PROCESS_WAIT = 60.0
 
 
-def replaced(document: Any, path: str, value: Any) -> Any:
-    """A copy of the plain JSON document in which the value at the path is another one."""
-    if path == "$":
-        return value
-    document = copy.deepcopy(document)
-    *way, last = keys_of(path)
-    target = document
-    for key in way:
-        target = target[key]
-    target[last] = value
-    return document
+def run_together(*jobs: Callable[[], Any], limit: float = WAIT) -> list[Any]:
+    """Run each job in a thread of its own; what one raises is raised here, and none may hang."""
+    results: list[Any] = [None] * len(jobs)
+    failures: list[BaseException] = []
+
+    def work(position: int, job: Callable[[], Any]) -> None:
+        try:
+            results[position] = job()
+        except BaseException as failure:
+            failures.append(failure)
+
+    threads = [threading.Thread(target=work, args=item, daemon=True) for item in enumerate(jobs)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(limit)
+    if any(thread.is_alive() for thread in threads):
+        raise AssertionError("a thread hangs")
+    if failures:
+        raise failures[0]
+    return results
 
 
-def paths_in(value: Any, path: str = "$") -> Iterator[str]:
-    """Every path of a fixture document, down to `arguments` and `data`, which have no fixed fields."""
-    yield path
-    if path.endswith((".arguments", ".data")):
-        return
-    if isinstance(value, dict):
-        for key, member in value.items():
-            yield from paths_in(member, f"{path}.{key}")
-    elif isinstance(value, list):
-        for index, member in enumerate(value):
-            yield from paths_in(member, f"{path}[{index}]")
+def command_of(script: Path, *arguments: str, flags: Iterable[str] = ()) -> list[str]:
+    return [sys.executable, "-B", "-W", "error", *flags, str(script), *arguments]
 
 
-def arrays_deep(levels: int) -> list[Any]:
-    value: list[Any] = []
-    for _ in range(levels - 1):
-        value = [value]
-    return value
+def run_process(
+    script: Path, *arguments: str, flags: Iterable[str] = (), stdin: bytes = b"", encoding: str = "utf-8"
+) -> tuple[int, bytes, bytes]:
+    """(exit code, stdout, stderr) of a script as a process of its own, which starts in another folder."""
+    done = subprocess.run(
+        command_of(script, *arguments, flags=flags),
+        cwd=tempfile.gettempdir(),
+        env=os.environ | {"PYTHONIOENCODING": encoding},
+        input=stdin,
+        capture_output=True,
+        timeout=PROCESS_WAIT,
+        check=False,
+    )
+    return done.returncode, done.stdout, done.stderr
+
+
+def run_here(main: Callable[[list[str]], int], *arguments: str) -> tuple[int, str, str]:
+    """The same inside this process, where no process is needed."""
+    with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.redirect_stderr(io.StringIO()) as err:
+        code = main(list(arguments))
+    return code, out.getvalue(), err.getvalue()
+
+
+class FolderCase(unittest.TestCase):
+    """A test with a folder of its own."""
+
+    def setUp(self) -> None:
+        folder = tempfile.TemporaryDirectory()
+        self.addCleanup(folder.cleanup)
+        self.folder = Path(folder.name)
+
+    def saved(self, content: Any, name: str = "fixture.json") -> Path:
+        """A file with these bytes, or with this document as JSON."""
+        path = self.folder / name
+        path.write_bytes(content if isinstance(content, bytes) else json.dumps(content).encode())
+        return path
+
+
+# --------------------------------------------------------------------------------------------------
+# Fixture
+# --------------------------------------------------------------------------------------------------
 
 
 def mentions(errors: list[str], path: str) -> bool:
@@ -295,16 +768,8 @@ def answering(flag: Any) -> Callable[[], td.MockShop]:
     return Shop
 
 
-class FixtureTests(unittest.TestCase):
-    def setUp(self) -> None:
-        folder = tempfile.TemporaryDirectory()
-        self.addCleanup(folder.cleanup)
-        self.folder = Path(folder.name)
-
-    def saved(self, raw: bytes) -> Path:
-        path = self.folder / "fixture.json"
-        path.write_bytes(raw)
-        return path
+class FixtureTests(FolderCase):
+    """`parse_json`, `load_fixture`, `validate_fixture`, `run_fixture`, and the fixture that is shipped."""
 
     def refused_json(self, raw: bytes, text: str) -> str:
         """`parse_json` refuses the bytes with its own error, whose text matches and names a path."""
@@ -395,7 +860,7 @@ class FixtureTests(unittest.TestCase):
     def test_32_levels_pass_and_33_are_refused_before_the_decoder(self) -> None:
         self.assertEqual(td.MAX_JSON_DEPTH, 32)
         deepest = b"[" * 32 + b"]" * 32
-        self.assertEqual(td.parse_json(deepest), arrays_deep(32))
+        self.assertEqual(td.parse_json(deepest), nested(32))
         objects: Any = td.parse_json(b'{"a":' * 31 + b"[1]" + b"}" * 31)
         self.assertEqual(objects["a"]["a"].keys(), {"a"})
         for name, raw in {
@@ -418,7 +883,7 @@ class FixtureTests(unittest.TestCase):
         deep_fixture = b'{"schema_version":' + b"[" * 4_096 + b"]" * 4_096 + b"}"
         with self.assertRaisesRegex(td.FixtureError, "(?i)nest|deep|depth|level"):
             td.load_fixture(self.saved(deep_fixture))
-        self.assert_errors(arrays_deep(4_096))
+        self.assert_errors(nested(4_096))
 
     def test_duplicate_keys_are_refused_at_every_level(self) -> None:
         for raw, path in (
@@ -532,18 +997,18 @@ class FixtureTests(unittest.TestCase):
     def test_every_field_is_required_and_no_other_is_allowed(self) -> None:
         legal = unknown_then_query()
         self.assert_legal(legal)
-        places = [path for path in paths_in(legal) if isinstance(value_at(legal, path), dict)]
-        places = [path for path in places if not path.endswith((".arguments", ".data"))]
-        self.assertEqual(len(places), 4 + 3 * 4)
-        for path in places:
-            for key in value_at(legal, path):
+        objects = [path for path in paths_in(legal) if isinstance(at(legal, path), dict)]
+        objects = [path for path in objects if not path.endswith((".arguments", ".data"))]
+        self.assertEqual(len(objects), 4 + 3 * 4)
+        for path in objects:
+            for key in at(legal, path):
                 with self.subTest(missing=f"{path}.{key}"):
-                    smaller = {name: value for name, value in value_at(legal, path).items() if name != key}
-                    errors = self.assert_errors(replaced(legal, path, smaller))
+                    smaller = {name: value for name, value in at(legal, path).items() if name != key}
+                    errors = self.assert_errors(edited(legal, path, smaller))
                     self.assertTrue(any(path in error and key in error for error in errors), errors)
             for key in ("extra", "", "schema_version ", "\x1b[2J"):
                 with self.subTest(extra=key, path=path):
-                    errors = self.assert_errors(replaced(legal, path, value_at(legal, path) | {key: None}))
+                    errors = self.assert_errors(edited(legal, path, at(legal, path) | {key: None}))
                     self.assertTrue(any(path in error for error in errors), errors)
 
     def test_every_wrong_value_is_listed_with_its_path(self) -> None:
@@ -570,10 +1035,10 @@ class FixtureTests(unittest.TestCase):
             field = path.rpartition(".")[2]
             for name, value in wrong.items():
                 if name in not_wrong.get(field, ()) and not path.endswith("steps[1].status_ref_from"):
-                    self.assertIs(type(td.validate_fixture(replaced(legal, path, value))), list)
+                    self.assertIs(type(td.validate_fixture(edited(legal, path, value))), list)
                     continue
                 with self.subTest(path=path, value=name):
-                    errors = self.assert_errors(replaced(legal, path, value))
+                    errors = self.assert_errors(edited(legal, path, value))
                     self.assertTrue(any(path in error for error in errors), errors)
         for path, value in [
             ("$.cases[0].principal.roles", ["support_admin"]),
@@ -583,58 +1048,30 @@ class FixtureTests(unittest.TestCase):
             ("$.cases[0].steps[2].expected.data", {}),
         ]:
             with self.subTest(path=path, value=value):
-                self.assert_legal(replaced(legal, path, value))
+                self.assert_legal(edited(legal, path, value))
 
     def test_validate_fixture_never_raises_on_hostile_python_values(self) -> None:
-        def explode(*_: Any, **__: Any) -> Any:
-            raise RuntimeError("hostile")
-
         names = "__iter__ __len__ __getitem__ __contains__ __eq__ __lt__ __bool__ __class__ __repr__ __str__ __format__"
-        hooks: dict[str, Any] = dict.fromkeys((*names.split(), "keys", "items", "values", "get", "copy"), explode)
+        hooks: dict[str, Any] = dict.fromkeys(
+            (*names.split(), "keys", "items", "values", "get", "copy"), refuses_everything
+        )
         hooks["__hash__"] = lambda self: hash("schema_version")
         kinds = {base.__name__: type("Hostile", (base,), dict(hooks)) for base in (dict, list, str, int, float, object)}
-        liar = type("Liar", (), {"__class__": property(explode), "__repr__": explode})
-        key = type("Key", (str,), {"__eq__": explode, "__hash__": str.__hash__, "__repr__": explode})
-        cyclic_list: list[Any] = []
-        cyclic_list.append(cyclic_list)
-        cyclic_dict: dict[str, Any] = {}
-        cyclic_dict |= {"cases": cyclic_dict, "schema_version": cyclic_dict}
-        shared: list[Any] = [0]
-        for _ in range(20):  # a million values in twenty lists
-            shared = [shared, shared]
-        deep_dict: dict[str, Any] = {}
-        for _ in range(10_000):
-            deep_dict = {"cases": deep_dict}
-        hostile: dict[str, Any] = {
-            "cyclic list": cyclic_list,
-            "cyclic dict": cyclic_dict,
-            "deep list": arrays_deep(10_000),
-            "deep dict": deep_dict,
-            "set": {1, 2},
-            "tuple": ("support_admin",),
-            "bytes": b"tool-cases-v2",
-            "object": object(),
-            "class": int,
-            "generator": (item for item in range(0)),
-            "number keys": {1: 2, None: 3, (1, 2): 4},
-            "mixed keys": {"schema_version": "tool-cases-v2", 7: None},
-            "dict with a raising key": {key("schema_version"): 1},
-            "liar": liar(),
-            "not a number": math.nan,
-            "5,001 digits": 10**5_000,
-            "complex": 1j,
-        } | {f"{name} subclass": kind() for name, kind in kinds.items()}
+        liar = type("Liar", (), {"__class__": property(refuses_everything), "__repr__": refuses_everything})
+        key = type("Key", (str,), {"__eq__": refuses_everything, "__hash__": str.__hash__})
+        hostile = outside_values() | {f"{name} subclass": kind() for name, kind in kinds.items()}
+        hostile |= {"liar": liar(), "dict with a raising key": {key("schema_version"): 1}}
         legal = unknown_then_query()
         for path in paths_in(json_fixture(json_case(json_step("read")))):
             for name, value in hostile.items():
                 with self.subTest(path=path, value=name):
-                    self.assert_errors(replaced(legal, path, value))
+                    self.assert_errors(edited(legal, path, value))
         # Also one level down, where any portable value may stand.
         for place in ("$.cases[0].steps[2].proposal.arguments", "$.cases[0].steps[2].expected.data"):
-            self.assert_legal(replaced(legal, place, {"a": [None, True, 1, 1.5, "x", {"b": []}]}))
-            for name, value in (hostile | {"shared lists": shared}).items():
+            self.assert_legal(edited(legal, place, {"a": [None, True, 1, 1.5, "x", {"b": []}]}))
+            for name, value in hostile.items():
                 with self.subTest(path=f"{place}.a", value=name):
-                    self.assert_errors(replaced(legal, place, {"a": value}))
+                    self.assert_errors(edited(legal, place, {"a": value}))
 
     def test_all_errors_are_reported_at_once_bounded_and_escaped(self) -> None:
         document = unknown_then_query()
@@ -654,7 +1091,7 @@ class FixtureTests(unittest.TestCase):
             "$.cases[0].steps[2].expected.side_effect_count": True,
         }
         for path, value in faults.items():
-            document = replaced(document, path, value)
+            document = edited(document, path, value)
         errors = self.assert_errors(document)
         for path in faults:
             with self.subTest(path=path):
@@ -687,17 +1124,17 @@ class FixtureTests(unittest.TestCase):
         ):  # fmt: skip
             for value in ("x" * 255, "\u00e9\u6ce8", " x "):
                 with self.subTest(path=path, legal=value[:8]):
-                    self.assert_legal(replaced(legal, path, value))
+                    self.assert_legal(edited(legal, path, value))
             for value in ("x" * 256, " ", "\t", "a\nb", "a\x7fb", "\u200b", "\u202ea", "\u2028"):
                 with self.subTest(path=path, wrong=value[:8]):
-                    self.assert_errors(replaced(legal, path, value), path)
+                    self.assert_errors(edited(legal, path, value), path)
         roles = [f"role-{index:02}" for index in range(33)]
-        self.assert_legal(replaced(legal, f"{case}.principal.roles", roles[:32]))
+        self.assert_legal(edited(legal, f"{case}.principal.roles", roles[:32]))
         for wrong in (roles, ["b", "a"], ["a", "a"], ["a", 1], [""], ["x" * 256], "support_admin", ["a", None]):
             with self.subTest(roles=wrong[:3]):
-                errors = self.assert_errors(replaced(legal, f"{case}.principal.roles", wrong))
+                errors = self.assert_errors(edited(legal, f"{case}.principal.roles", wrong))
                 self.assertTrue(any(f"{case}.principal.roles" in error for error in errors), errors)
-        context = value_at(legal, f"{step}.execution_context")
+        given = at(legal, f"{step}.execution_context")
         for profile in (
             {"provider": "anthropic"},
             {"api_family": "messages"},
@@ -706,14 +1143,14 @@ class FixtureTests(unittest.TestCase):
             {"provider": "OpenAI"},
         ):
             with self.subTest(profile=profile):
-                errors = self.assert_errors(replaced(legal, f"{step}.execution_context", context | profile))
+                errors = self.assert_errors(edited(legal, f"{step}.execution_context", given | profile))
                 self.assertTrue(any(f"{step}.execution_context" in error for error in errors), errors)
         for profile in PROFILES:
-            self.assert_legal(replaced(legal, f"{step}.execution_context", context | profile))
+            self.assert_legal(edited(legal, f"{step}.execution_context", given | profile))
         # Ids are unique: cases in the fixture, steps in their case.
         twin = json_fixture(json_case(json_step("read")), json_case(json_step("read"), case_id="case-2"))
         self.assert_legal(twin)
-        self.assert_errors(replaced(twin, "$.cases[1].id", "case-1"), "$.cases[1].id")
+        self.assert_errors(edited(twin, "$.cases[1].id", "case-1"), "$.cases[1].id")
         self.assert_errors(json_fixture(json_case(json_step("read"), json_step("read"))), "$.cases[0].steps[1].step_id")
 
     def test_times_are_integers_that_leave_room_for_the_approval_window(self) -> None:
@@ -723,11 +1160,11 @@ class FixtureTests(unittest.TestCase):
         latest = 253_402_300_799 - 60
         for now in (0, 1, NOW, latest):
             with self.subTest(now=now):
-                self.assert_legal(replaced(legal, path, now))
-                self.assert_passes(replaced(legal, path, now))
+                self.assert_legal(edited(legal, path, now))
+                self.assert_passes(edited(legal, path, now))
         for wrong in (-1, latest + 1, 253_402_300_799, 253_402_300_800, True, False, 1.0, float(NOW), str(NOW), None):
             with self.subTest(now=wrong):
-                self.assert_errors(replaced(legal, path, wrong), path)
+                self.assert_errors(edited(legal, path, wrong), path)
         self.assert_passes(json_fixture(json_case(json_write("draft", now=latest))))
 
     def test_each_action_takes_only_what_belongs_to_it(self) -> None:
@@ -763,7 +1200,7 @@ class FixtureTests(unittest.TestCase):
             (f"{read}.expected.side_effect_count", 1.0),
         ):
             with self.subTest(path=path, value=value):
-                self.assert_errors(replaced(legal, path, value), path)
+                self.assert_errors(edited(legal, path, value), path)
         for path, value in (
             (f"{read}.failure", "timeout_before_execute"),
             (f"{read}.failure", "rate_limit"),
@@ -775,7 +1212,7 @@ class FixtureTests(unittest.TestCase):
             (f"{read}.approval", "none"),
         ):
             with self.subTest(path=path, legal=value):
-                self.assert_legal(replaced(legal, path, value))
+                self.assert_legal(edited(legal, path, value))
         # A query may ask about an earlier query, never about the step itself.
         again = json_query("again", own_case["steps"][0], status_ref_from="query", delivery="local_replay")
         self.assert_passes(json_fixture(json_case(*own_case["steps"], again)))
@@ -846,13 +1283,13 @@ class FixtureTests(unittest.TestCase):
             ("$.schema_version", "tool-cases-v1"),
             ("$", []),
         ):
-            broken = replaced(legal, path, value)
+            broken = edited(legal, path, value)
             with self.subTest(path=path):
                 with self.assertRaisesRegex(td.FixtureError, re.escape(path)):
                     td.run_fixture(broken)
                 with self.assertRaisesRegex(td.FixtureError, re.escape(path)):
                     td.load_fixture(self.saved(json.dumps(broken).encode()))
-        huge = replaced(legal, "$.cases[0].steps[2].now", 2**60)
+        huge = edited(legal, "$.cases[0].steps[2].now", 2**60)
         with self.assertRaisesRegex(td.FixtureError, re.escape("$.cases[0].steps[2].now")):
             td.load_fixture(self.saved(json.dumps(huge).encode()))
         # Nothing runs when one case is wrong, not even the legal one that is asked for.
@@ -903,8 +1340,8 @@ class FixtureTests(unittest.TestCase):
         ):
             with self.subTest(field=field, wrong=wrong):
                 path = f"$.cases[0].steps[{index}].expected.{field}"
-                right = value_at(json_fixture(json_case(read, refused)), path)
-                report = td.run_fixture(replaced(json_fixture(json_case(read, refused)), path, wrong))
+                right = at(json_fixture(json_case(read, refused)), path)
+                report = td.run_fixture(edited(json_fixture(json_case(read, refused)), path, wrong))
                 steps = report["cases"][0]["steps"]
                 self.assertEqual(steps[index]["mismatches"], [{"field": field, "expected": wrong, "actual": right}])
                 self.assertEqual((report["passed"], report["cases"][0]["passed"]), (False, False))
@@ -1015,493 +1452,17 @@ class FixtureTests(unittest.TestCase):
                 self.assertIs(td.run_fixture(fixture, case_ids=["case-2"])["passed"], True)
 
 
-# --- command line ---------------------------------------------------------------------------------
-
-
-class CommandLineTests(unittest.TestCase):
-    MODES: Mapping[str, list[str]] = {"normal": [], "optimized": ["-O"]}
-
-    def setUp(self) -> None:
-        folder = tempfile.TemporaryDirectory()
-        self.addCleanup(folder.cleanup)
-        self.folder = Path(folder.name)
-
-    def saved(self, content: Any, name: str = "cases.json") -> str:
-        path = self.folder / name
-        path.write_bytes(content if isinstance(content, bytes) else json.dumps(content).encode())
-        return str(path)
-
-    def command(self, mode: str, *arguments: str) -> list[str]:
-        return [sys.executable, "-B", "-W", "error", *self.MODES[mode], str(ROOT / "tool_dispatcher.py"), *arguments]
-
-    def run_cli(self, mode: str, *arguments: str, encoding: str = "utf-8") -> tuple[int, str, str]:
-        """(exit code, stdout, stderr) of a process that starts in another folder; no traceback, no local path."""
-        done = subprocess.run(
-            self.command(mode, *arguments),
-            cwd=self.folder,
-            env=os.environ | {"PYTHONIOENCODING": encoding},
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            timeout=60,
-            check=False,
-        )
-        out, err = done.stdout.decode(encoding), done.stderr.decode(encoding)
-        for text in (out, err):
-            for leak in ("Traceback", self.folder.name, str(ROOT)):
-                self.assertNotIn(leak, text)
-        return done.returncode, out, err
-
-    def test_the_shipped_fixture_passes_from_any_folder_in_every_format_and_encoding(self) -> None:
-        for mode in self.MODES:
-            with self.subTest(mode=mode, show="json"):
-                code, out, err = self.run_cli(mode, encoding="ascii")
-                report = json.loads(out)
-                self.assertEqual((code, err), (0, ""))
-                self.assertEqual((report["passed"], report["case_count"], report["step_count"]), (True, 18, 23))
-                self.assertGreater(len(out.splitlines()), 100)  # indented
-                for case in report["cases"]:
-                    for step in case["steps"]:
-                        self.assertFalse({"gates", "package", "provider_payload"} & step.keys())
-            with self.subTest(mode=mode, show="table"):
-                code, out, err = self.run_cli(mode, "--fixture", str(ROOT / "tool-cases.json"), "--format", "table")
-                lines = [line for line in out.splitlines() if line.strip()]
-                self.assertEqual((code, err, len(lines)), (0, "", 24))
-                self.assertEqual(len({line.split()[0] for line in lines[:-1]}), 1)
-                self.assertIn("own-order", lines[0])
-                self.assertRegex(lines[-1], r"\b18\b.*\b23\b|\b23\b.*\b18\b")
-        with self.subTest(show="gates and packages"):
-            code, out, err = self.run_cli("optimized", "--explain", "--packages")
-            steps = {case["case_id"]: case["steps"] for case in json.loads(out)["cases"]}
-            own, foreign = steps["own-order"][0], steps["foreign-order"][0]
-            self.assertEqual((code, err), (0, ""))
-            self.assertEqual(
-                [gate for gate, _ in own["gates"]],
-                [
-                    "context",
-                    "call_identity",
-                    "registry",
-                    "input",
-                    "authorization",
-                    "deadline",
-                    "handler",
-                    "output",
-                    "record",
-                ],
-            )
-            self.assertEqual(own["gates"][-1], ["record", "OK fresh"])
-            self.assertEqual(foreign["gates"][-1], ["authorization", "NOT_FOUND"])
-            self.assertEqual(set(own["package"]), {"model_result", "protected_audit"})
-            self.assertEqual(json.loads(own["provider_payload"]["output"]), own["package"]["model_result"])
-            self.assertNotIn("sha256", json.dumps(own["provider_payload"]))
-            self.assertEqual(foreign["provider_payload"]["type"], "tool_result")
-        with self.subTest(show="version"):
-            code, out, err = self.run_cli("normal", "--version")
-            self.assertEqual((code, err), (0, ""))
-            self.assertRegex(out, r"\d+\.\d+")
-            for name in ("tool-cases-v2", "tool-model-result-v2", "tool-audit-v2", "offline-dispatcher-v2"):
-                self.assertIn(name, out)
-        # Names that the console cannot show: JSON escapes them, the table shows them as it can.
-        names = json_case(json_step("l\u00e4sen-\u2615"), case_id="gr\u00f6\u00dfe-\u6ce8\u6587")
-        path = self.saved(json_fixture(names))
-        with self.subTest(encoding="cp1252"):
-            code, out, err = self.run_cli("normal", "--fixture", path, "--packages", encoding="cp1252")
-            self.assertEqual((code, err, out.isascii()), (0, "", True))
-            self.assertEqual(json.loads(out)["cases"][0]["case_id"], "gr\u00f6\u00dfe-\u6ce8\u6587")
-        for encoding in ("ascii", "cp1252"):
-            with self.subTest(encoding=encoding, show="table"):
-                options = ("--format", "table", "--explain")
-                code, out, err = self.run_cli("normal", "--fixture", path, *options, encoding=encoding)
-                self.assertEqual((code, err), (0, ""))
-                self.assertIn("authorization", out)
-
-    def test_only_named_cases_run_and_a_difference_exits_1_field_by_field(self) -> None:
-        shipped: Any = td.load_fixture(ROOT / "tool-cases.json")
-        wrong = replaced(shipped, "$.cases[0].steps[0].expected.data.status", "refunded")
-        wrong = replaced(wrong, "$.cases[0].steps[0].expected.side_effect_count", 3)
-        path = self.saved(wrong)
-        ids = [case["id"] for case in shipped["cases"]]
-        with self.subTest(show="named cases"):
-            code, out, err = self.run_cli("optimized", "--fixture", path, "--case", ids[9], "--case", ids[1])
-            report = json.loads(out)
-            self.assertEqual((code, err, report["case_count"], report["step_count"]), (0, "", 2, 3))
-            self.assertEqual({case["case_id"] for case in report["cases"]}, {ids[1], ids[9]})
-        for mode in self.MODES:
-            with self.subTest(mode=mode, show="json"):
-                code, out, _ = self.run_cli(mode, "--fixture", path)
-                report = json.loads(out)
-                self.assertEqual((code, report["passed"], report["case_count"]), (1, False, 18))
-                self.assertEqual([case["passed"] for case in report["cases"]], [False] + [True] * 17)
-                mismatches = {item["field"]: item for item in report["cases"][0]["steps"][0]["mismatches"]}
-                self.assertEqual(set(mismatches), {"data", "side_effect_count"})
-                self.assertEqual(mismatches["data"]["expected"], {"order_ref": "ORDER-7", "status": "refunded"})
-                self.assertEqual(mismatches["data"]["actual"], {"order_ref": "ORDER-7", "status": "paid"})
-        with self.subTest(show="table"):
-            code, out, _ = self.run_cli("normal", "--fixture", path, "--format", "table")
-            lines = [line for line in out.splitlines() if line.strip()]
-            self.assertEqual(code, 1)
-            self.assertNotEqual(lines[0].split()[0], lines[-2].split()[0])  # the verdicts of the first and last step
-            for text in ("data", "refunded", "paid", "side_effect_count"):
-                self.assertIn(text, out)
-            self.assertIn("23", lines[-1])
-
-    def test_unusable_input_exits_2_with_a_short_message_that_echoes_nothing(self) -> None:
-        legal = unknown_then_query()
-        control = "\x1b]0;SECRET\x07"
-        everything_wrong = {control + "x" * 9_000: [control], "cases": [{}] * 99}
-        no_reference = json_fixture(json_case(json_step("a"), json_query("b", json_write("a"))))
-        attacks = {
-            "unknown option": ["--SECRET=1"],
-            "control characters": [f"--{control}"],
-            "stray argument": ["SECRET"],
-            "option without its value": ["--case"],
-            "unknown format": ["--format", f"SECRET{control}"],
-            "value for a switch": ["--explain=SECRET"],
-            "missing file": ["--fixture", str(self.folder / "SECRET.json")],
-            "unknown case": ["--case", f"SECRET{control}"],
-            "4,096 levels": ["--fixture", self.saved(b"[" * 4_096 + b"]" * 4_096, "deep.json")],
-            "UTF-16": ["--fixture", self.saved(json.dumps(legal).encode("utf-16"), "utf16.json")],
-            "wrong everywhere": ["--fixture", self.saved(everything_wrong, "wrong.json")],
-            "no status reference": ["--fixture", self.saved(no_reference, "reference.json")],
-        }
-        said = {
-            "unknown case": ["own-order", "timeout-after-commit-no-receipt"],
-            "4,096 levels": ["32"],
-            "UTF-16": ["UTF-8", "without"],
-            "wrong everywhere": ["$.cases[0]", "schema_version"],
-        }
-        in_both = {"control characters", "4,096 levels"}
-        runs = [("normal", name) for name in attacks] + [("optimized", name) for name in attacks if name in in_both]
-        with ThreadPoolExecutor(4) as pool:
-            started = {(mode, name): pool.submit(self.run_cli, mode, *attacks[name]) for mode, name in runs}
-        for (mode, name), process in started.items():
-            with self.subTest(name, mode=mode):
-                code, out, err = process.result()
-                self.assertEqual((code, out), (2, ""))
-                self.assertTrue(err.startswith("error: "), err[:200])
-                self.assertTrue("".join(err.splitlines()).isprintable(), ascii(err[:200]))
-                self.assertLess(len(err), 8_000)
-                self.assertNotIn("x" * 300, err)
-                if name != "wrong everywhere":  # a key may be named, escaped; the command line never is
-                    self.assertNotIn("SECRET", err)
-                for text in said.get(name, []):
-                    self.assertIn(text, err)
-
-    def test_a_reader_that_closes_early_sees_no_traceback(self) -> None:
-        for mode in self.MODES:
-            for lines_read, arguments in ((0, ["--format", "table"]), (1, ["--packages"])):
-                with self.subTest(mode=mode, lines_read=lines_read):
-                    process: Any = subprocess.Popen(
-                        self.command(mode, *arguments),
-                        stdin=subprocess.DEVNULL,
-                        stdout=subprocess.PIPE,
-                        stderr=subprocess.PIPE,
-                    )
-                    with process:
-                        for _ in range(lines_read):
-                            process.stdout.readline()
-                        process.stdout.close()
-                        self.assertEqual(process.stderr.read(), b"")
-
-
-ZEROS = "0" * 64
-READ_SPEC, WRITE_SPEC = (
-    next(spec for spec in td.MockShop().tools() if spec.name == name) for name in ("get_order", "create_refund_draft")
-)
-# Request digests whose preimages DigestTests spells out.
-WRITE_REQUEST = "c4fb454f5798638b8316ae965bef9d028634ca54db169b33c9d634d62c52501a"
-UNKNOWN_REQUEST = "32cb200119f8cac0c2a4a4d3a09a2fc286256efb39e91c31e251deba38b3f6c6"
-NAMELESS_REQUEST = "11b79096fe4b58dc989e0bbb30954d1eb8c6d541339eeb3f76fb009fb2d36d1f"
-STATUS_REF = "status_a764e574fb5b786fe2d2ebf43c44c684"  # of the valid write call, see DigestTests
-
-
-def sha256(text: str) -> str:
-    return hashlib.sha256(text.encode("utf-8")).hexdigest()
-
-
-def altered(value: Any, **changes: Any) -> Any:
-    """A frozen value with other fields, of whatever type an attack needs."""
-    return dataclasses.replace(value, **changes)
-
-
-def order_result(**changes: Any) -> Any:
-    """What `get_order` returns for ORDER-7."""
-    valid = td.HandlerResult(
-        data={"order_ref": "ORDER-7", "status": "paid"},
-        producer_revision="orders-mock-v2",
-        resource_revision="order-7-r3",
-        observed_at="2026-01-01T00:00:00Z",
-        request_id="request-1",
-    )
-    return altered(valid, **changes)
-
-
-def draft_result(**changes: Any) -> Any:
-    """What `create_refund_draft` returns for the valid write call."""
-    valid = td.HandlerResult(
-        data={"draft_id": "DRAFT-1", "order_ref": "ORDER-7", "reason": "damaged"},
-        producer_revision="refunds-mock-v2",
-        resource_revision="draft-1-r1",
-        observed_at="2026-01-01T00:00:00Z",
-        request_id="request-1",
-        receipt_id="receipt-1",
-    )
-    return altered(valid, **changes)
-
-
-class Sample(NamedTuple):
-    """A package with the trusted facts that it is checked against."""
-
-    call: td.ToolCall
-    spec: td.ToolSpec | None
-    package: Any
-    principal: td.Principal = USER
-
-
-def read_sample(**changes: Any) -> Sample:
-    call = read_call(**changes)
-    return Sample(call, READ_SPEC, td.success_package(USER, call, READ_SPEC, order_result(), delivery="fresh"))
-
-
-def write_sample(**changes: Any) -> Sample:
-    call = write_call(**changes)
-    package = td.success_package(USER, call, WRITE_SPEC, draft_result(), delivery="fresh", status_ref=STATUS_REF)
-    return Sample(call, WRITE_SPEC, package)
-
-
-def error_sample(code: str, call: td.ToolCall, spec: td.ToolSpec | None, status_ref: str | None = None) -> Sample:
-    return Sample(call, spec, td.error_package(USER, call, spec, code, now=NOW, status_ref=status_ref))
-
-
-def check(sample: Sample, package: Any = None) -> list[str]:
-    """The errors of the sample's own package, or of `package` put in its place."""
-    return td.validate_result(
-        sample.principal, sample.call, sample.spec, sample.package if package is None else package
-    )
-
-
-def places(value: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
-    """The path of every object and every field in `value`, the root first."""
-    yield path
-    if isinstance(value, dict):
-        for key in value:
-            yield from places(value[key], (*path, key))
-
-
-def at(value: Any, path: tuple[str, ...]) -> Any:
-    return functools.reduce(lambda found, key: found[key], path, value)
-
-
-def edited(package: Any, path: str | tuple[str, ...], value: Any) -> Any:
-    """The package with another value at `path` (keys, or one string with dots); the original stays as it was."""
-    keys = tuple(path.split(".")) if isinstance(path, str) else path
-    return {**package, keys[0]: edited(package.get(keys[0]), keys[1:], value)} if keys else value
-
-
-def resealed(sample: Sample, package: Any) -> Any:
-    """An attacker's best effort: the digests recomputed, with the public functions, over an edited package."""
-    try:
-        request = td.request_digest(sample.principal, sample.call, sample.spec)
-        result = td.result_digest(package["model_result"])
-        downstream = package["protected_audit"]["downstream"]
-        binding = td.call_binding_digest(sample.principal, sample.call, sample.spec, request, result, downstream)
-        fitting = {"request_sha256": request, "result_sha256": result, "call_binding_sha256": binding}
-        return edited(package, "protected_audit.binding", fitting)
-    except (LookupError, TypeError, ValueError, RuntimeError):
-        return package  # what no digest can be taken over stays as it is
-
-
-def sealed(sample: Sample, path: tuple[str, ...], value: Any) -> Any:
-    """The sample's package with another value at `path` and, where the digests cover that place, fitting digests."""
-    package = edited(sample.package, path, value)
-    return resealed(sample, package) if "model_result" in path or "downstream" in path else package
-
-
-def forged(sample: Sample, edits: dict[str, Any]) -> Any:
-    """The sample's package with edits by dotted path, and fitting digests."""
-    package = sample.package
-    for path, value in edits.items():
-        package = edited(package, path, value)
-    return resealed(sample, package)
-
-
-@functools.cache
-def every_sample() -> dict[str, Sample]:
-    """One package of every kind that the dispatcher really gives: each success, each code, at each of its seams."""
-    found: dict[str, Sample] = {}
-    again = {"response_id": "resp-2", "call_id": "call-2", "operation_id": "op-2"}
-
-    def keep(label: str, host: Host, call: td.ToolCall, package: Any) -> Any:
-        found[label] = Sample(call, host.spec(call), package)
-        return package
-
-    def run(label: str, call: td.ToolCall, *, failure: str = "none", host: Host | None = None, **options: Any) -> Any:
-        host = host or Host()
-        host.shop.inject(failure)
-        return keep(label, host, call, host.dispatch(call, **options))
-
-    run("read success", read_call())
-    host = Host()
-    first = run("write success", write_call(), host=host)
-    run("replay", write_call(**again), host=host)
-    run("IDEMPOTENCY_CONFLICT", write_call(reason="other", **again | {"call_id": "call-3"}), host=host)
-    asked = write_call(**again | {"call_id": "call-4"})
-    keep("STATUS_CONFLICT", host, asked, host.query(asked, first, expected_request_sha256=ZEROS))
-
-    host = Host()
-    lost = run("OUTCOME_UNKNOWN", write_call(), host=host, failure="timeout_after_commit")
-    run("OUTCOME_UNKNOWN again", write_call(**again), host=host)
-    asked = write_call(**again | {"call_id": "call-3"})
-    keep("reconciled", host, asked, host.query(asked, lost))
-
-    run("UNKNOWN_TOOL", bind("drop_database", {"n": 2.0}))
-    run("UNKNOWN_TOOL without a name", bind(["drop_database"], {}))
-    run("INVALID_ARGUMENTS", read_call(order_ref=7))
-    run(
-        "INVALID_ARGUMENTS outside the domain",
-        bind("create_refund_draft", [2**60], idempotency_key="key-1"),
-        approvals=(),
-    )
-    run("IDEMPOTENCY_KEY_REQUIRED", write_call(idempotency_key=None), approvals=())
-    run("NOT_FOUND", read_call("ORDER-8"))
-    run("APPROVAL_REQUIRED", write_call(), approvals=())
-    run("APPROVAL_INVALID", write_call(), approvals=[None])
-    run("TIMEOUT_BEFORE_EXECUTE at the deadline", read_call(), deadline=NOW)
-    run("TIMEOUT_BEFORE_EXECUTE in the handler", write_call(), failure="timeout_before_execute")
-    run("TOOL_ERROR of a read", read_call(), failure="tool_error")
-    run("TOOL_ERROR of a write", write_call(), failure="tool_error")
-
-    host = Host()
-    limited = run("RATE_LIMIT", write_call(), host=host, failure="rate_limit")
-    asked = write_call(**again)
-    keep("RATE_LIMIT asked for", host, asked, host.query(asked, limited))
-
-    host = Host()
-    host.shop.orders["ORDER-7"].status = "refunded"
-    run("BUSINESS_RULE_VIOLATION", write_call(), host=host)
-    for name in ("get_order", "drop_database"):
-        host = Host()
-        host.dispatch(bind(name, {"order_ref": "ORDER-8"}))
-        run(f"CALL_ID_CONFLICT {name}", bind(name, {"order_ref": "ORDER-7"}), host=host)
-
-    def broken(invocation: td.Invocation) -> Any:
-        return order_result(data={})
-
-    for call in (read_call(), write_call()):
-        tools = [altered(spec, handler=broken) for spec in td.MockShop().tools()]
-        run(f"OUTPUT_CONTRACT_VIOLATION {call.name}", call, host=Host(tools))
-    return found
-
-
-class AlwaysEqual:
-    """Passes every comparison that is not preceded by a look at the type."""
-
-    def __eq__(self, other: object) -> bool:
-        return True
-
-    def __hash__(self) -> int:
-        return 0
-
-
-class Hostile:
-    """Raises at whatever is done with it."""
-
-    def refuse(self, *args: Any) -> Any:
-        raise RuntimeError("hostile")
-
-    __eq__ = __ne__ = __lt__ = __hash__ = __bool__ = __len__ = refuse
-    __iter__ = __getitem__ = __contains__ = __repr__ = __str__ = __int__ = refuse
-
-
-class TextSubclass(str):
-    pass
-
-
-class IntSubclass(int):
-    pass
-
-
-class FloatSubclass(float):
-    pass
-
-
-class ListSubclass(list[Any]):
-    pass
-
-
-class DictSubclass(dict[Any, Any]):
-    pass
-
-
-class RaisingDict(dict[Any, Any]):
-    def refuse(self, *args: Any) -> Any:
-        raise RuntimeError("hostile")
-
-    __getitem__ = __iter__ = __len__ = __contains__ = keys = items = values = get = refuse
+# --------------------------------------------------------------------------------------------------
+# Digest
+# --------------------------------------------------------------------------------------------------
 
 
 class Number(enum.IntEnum):
     ONE = 1
 
 
-def nested(levels: int, kind: type = list) -> Any:
-    """`levels` containers, one in the other."""
-    value: Any = kind()
-    for _ in range(levels - 1):
-        value = [value] if kind is list else {"k": value}
-    return value
-
-
-def cyclic(kind: type = list) -> Any:
-    value: Any = kind()
-    if kind is list:
-        value.append(value)
-    else:
-        value["k"] = value
-    return value
-
-
-@functools.cache
-def hostile_values() -> dict[str, Any]:
-    """Values of every JSON type and of types that no JSON has, by the label that a failure shows."""
-    return {
-        "null": None,
-        "true": True,
-        "false": False,
-        "0": 0,
-        "1": 1,
-        "1000": 1000,
-        "1.0": 1.0,
-        "1000.0": 1000.0,
-        "2**60": 2**60,
-        "nan": float("nan"),
-        "infinity": float("inf"),
-        "empty text": "",
-        "text": "x",
-        "digits": "1000",
-        "64 zeros": ZEROS,
-        "control character": "x\x00y",
-        "lone surrogate": "\ud800",
-        "long text": "x" * 70_000,
-        "array": [],
-        "array of text": ["succeeded"],
-        "object": {},
-        "object with a member": {"status": "succeeded"},
-        "5,000 arrays": nested(5_000),
-        "5,000 objects": nested(5_000, dict),
-        "cyclic array": cyclic(),
-        "cyclic object": cyclic(dict),
-        "number as key": {1: "x"},
-        "null as key": {None: "x"},
-        "tuple": ("succeeded",),
-        "set": {"succeeded"},
-        "bytes": b"succeeded",
-        "class": dict,
-        "subclass of str": TextSubclass("x"),
-        "subclass of int": IntSubclass(1000),
-        "equal to all": AlwaysEqual(),
-        "raises at all": Hostile(),
-        "dict that raises": RaisingDict(status="succeeded"),
-    }
+def sha256(text: str) -> str:
+    return hashlib.sha256(text.encode("utf-8")).hexdigest()
 
 
 def code_units(text: str) -> list[int]:
@@ -1865,11 +1826,7 @@ class DigestTests(unittest.TestCase):
         )
         expected = "ea1b704462badc53a8f634d2076e89a19ecd5299132d425c4e11b854343f9721"
         self.assertEqual(sha256(preimage), expected)
-        outside: dict[str, Any] = {label: {"order_ref": value} for label, value in hostile_values().items()}
-        portable = [label for label, value in outside.items() if _is_portable(value)]
-        for label in portable:
-            del outside[label]
-        self.assertGreaterEqual(len(outside), 15)
+        outside: dict[str, Any] = {label: {"order_ref": value} for label, value in outside_values().items()}
         outside |= {
             "no object": ["ORDER-7"],
             "text": "ORDER-7",
@@ -1969,9 +1926,9 @@ class DigestTests(unittest.TestCase):
             "request": bound(request="a" * 64),
             "result": bound(result="a" * 64),
         }
-        for field in _fields(context()):
+        for field in field_names(context()):
             covered[field] = bound(call=write_call(**{field: "changed"}))
-        for field in (name for name in _fields(WRITE_SPEC) if name.endswith("_revision")):
+        for field in (name for name in field_names(WRITE_SPEC) if name.endswith("_revision")):
             covered[field] = bound(spec=altered(WRITE_SPEC, **{field: "changed"}))
         for field in downstream:
             covered[field] = bound(downstream=downstream | {field: "changed"})
@@ -2013,7 +1970,7 @@ class DigestTests(unittest.TestCase):
         def printed(principal: Any = USER, spec: Any = WRITE_SPEC, **changes: Any) -> str:
             return td.call_fingerprint(principal, write_call(**changes), spec, purpose="dispatch")
 
-        covered = {field: printed(**{field: "changed"}) for field in _fields(context())}
+        covered = {field: printed(**{field: "changed"}) for field in field_names(context())}
         covered["argument"] = printed(reason="other")
         covered["tenant"] = printed(altered(USER, tenant_id="tenant-b"))
         covered["contract"] = printed(spec=altered(WRITE_SPEC, effect_revision="changed"))
@@ -2042,7 +1999,7 @@ class DigestTests(unittest.TestCase):
 
         self.assertEqual(sha256(preimage), expected)
         self.assertEqual(approved(), expected)
-        fields = [*_fields(context()), "approval_id", "approver_id"]
+        fields = [*field_names(context()), "approval_id", "approver_id"]
         covered = {field: approved(**{field: "changed"}) for field in fields}
         covered["expires_at"] = approved(expires_at=NOW + 59)
         covered["argument"] = approved(reason="other")
@@ -2055,16 +2012,1905 @@ class DigestTests(unittest.TestCase):
             self.assertEqual(approved(spec=altered(WRITE_SPEC, **{field: "changed"})), expected)
 
 
-def _fields(value: Any) -> list[str]:
-    return [field.name for field in dataclasses.fields(value)]
+# --------------------------------------------------------------------------------------------------
+# Dispatcher: gates, proposals, tool contracts, call identity, approval, idempotency, ledger, status query
+# --------------------------------------------------------------------------------------------------
 
 
-def _is_portable(value: Any) -> bool:
-    try:
-        td.canonical_json(value)
-    except td.PortableJsonError:
-        return False
-    return True
+GATES = ("context", "call_identity", "registry", "input", "authorization")
+READ_GATES = (*GATES, "deadline", "handler", "output", "record")
+WRITE_GATES = (
+    *GATES, "idempotency_key", "idempotency", "business_state", "approval", "deadline", "reservation", "handler",
+    "output", "record",
+)  # fmt: skip
+QUERY_GATES = (*GATES, "status_reference", "operation", "receipt", "record")
+SCOPE = ("tenant-a", "user-1", "create_refund_draft", "key-1")
+
+
+def forged_approval(host: Host, call: td.ToolCall, *, principal: td.Principal = USER, **changes: Any) -> td.Approval:
+    """An approval with `changes` and a digest recomputed to fit them."""
+    changed = dataclasses.replace(host.approve(call, principal=principal), **changes)
+    fitting = td.approval_digest(
+        principal,
+        call,
+        host.dispatcher.registry[call.name],
+        approval_id=changed.approval_id,
+        approver_id=changed.approver_id,
+        expires_at=changed.expires_at,
+    )
+    return dataclasses.replace(changed, approval_digest=fitting)
+
+
+def operation(number: int = 1, **changes: Any) -> td.OperationRecord:
+    """One pending record; another number is another scope, reference and reservation."""
+    fields: dict[str, Any] = {
+        "scope": ("tenant-a", "user-1", "own_tool", f"key-{number}"),
+        "request_sha256": ZEROS,
+        "profile": ("openai", "responses", "openai-responses-v1"),
+        "revisions": ("own-output-v1", "own-effect-v1", "own-handler-v1", "own-producer-v1"),
+        "status_ref": f"status_{number:032x}",
+        "reserved_at": NOW,
+        "token": f"token-{number}",
+    }
+    return td.OperationRecord(**fields | changes)
+
+
+def plain(value: Any) -> Any:
+    """A copy of plain containers, whatever read-only view was handed out."""
+    if isinstance(value, Mapping):
+        return {key: plain(member) for key, member in value.items()}
+    return [plain(member) for member in value] if isinstance(value, list | tuple) else value
+
+
+def vandalise(value: Any) -> None:
+    """Change a JSON value at every level, as far as it lets itself be changed."""
+    if isinstance(value, Mapping | list | tuple):
+        for member in value.values() if isinstance(value, Mapping) else value:
+            vandalise(member)
+        with contextlib.suppress(TypeError, AttributeError):  # a read-only view says so
+            changed: Any = value
+            changed.clear()
+            changed.update(vandalised=True) if isinstance(value, Mapping) else changed.append("vandalised")
+
+
+class PlainLedger:
+    """All that a ledger has to be, in two dictionaries: another one fits without a change to the dispatcher."""
+
+    def __init__(self) -> None:
+        self.calls: dict[Any, str] = {}
+        self.records: dict[Any, td.OperationRecord] = {}
+        self.lock = threading.RLock()
+
+    def bind_call(self, identity: Any, fingerprint: str, *, now: int) -> bool:
+        with self.lock:
+            return self.calls.setdefault(identity, fingerprint) == fingerprint
+
+    def find(self, scope: Any) -> td.OperationRecord | None:
+        return self.records.get(scope)
+
+    def find_by_status_ref(self, status_ref: str) -> td.OperationRecord | None:
+        return next((record for record in self.records.values() if record.status_ref == status_ref), None)
+
+    def reserve(self, record: td.OperationRecord) -> td.OperationRecord | None:
+        with self.lock:
+            held = self.records.get(record.scope)
+            if held is not None and held.state != "not_started":
+                return held
+            self.records[record.scope] = record
+            return None
+
+    def complete(self, record: td.OperationRecord, result: td.HandlerResult) -> td.OperationRecord:
+        return self._settle(record, state="succeeded", result=result)
+
+    def release(self, record: td.OperationRecord, code: str) -> td.OperationRecord:
+        return self._settle(record, state="not_started", code=code)
+
+    def _settle(self, record: td.OperationRecord, **outcome: Any) -> td.OperationRecord:
+        with self.lock:
+            held = self.records[record.scope]
+            if held.token == record.token and held.state == "pending":
+                self.records[record.scope] = dataclasses.replace(held, **outcome)
+            return self.records[record.scope]
+
+
+class BrokenLedger(td.MemoryLedger):
+    """Fails when the outcome of an operation is to be written."""
+
+    def complete(self, record: td.OperationRecord, result: td.HandlerResult) -> td.OperationRecord:
+        raise OSError("disk full")
+
+    def release(self, record: td.OperationRecord, code: str) -> td.OperationRecord:
+        raise OSError("disk full")
+
+
+class DispatcherCase(unittest.TestCase):
+    """Dispatches and asks with a trace, and checks every package that comes out."""
+
+    @classmethod
+    def setUpClass(cls) -> None:
+        silent = logging.NullHandler()
+        logging.getLogger("tool_dispatcher").addHandler(silent)
+        cls.addClassCleanup(logging.getLogger("tool_dispatcher").removeHandler, silent)
+
+    def assert_ended(
+        self, answer: td.ResultPackage, trace: list[Any], gates: tuple[str, ...], end: tuple[str, str]
+    ) -> None:
+        code, _, delivery = verdict(answer)
+        self.assertEqual(f"OK {delivery}" if code == "OK" else code, end[1])
+        before = gates[: gates.index(end[0])]
+        self.assertEqual([tuple(step) for step in trace], [(gate, "pass") for gate in before] + [end])
+
+    def dispatches(
+        self, host: Host, call: td.ToolCall, gate: str, end: str, *, principal: td.Principal = USER, **options: Any
+    ) -> td.ResultPackage:
+        """Dispatch; the exact trace must stop at `gate` with `end`, and the package must be valid."""
+        trace: list[Any] = []
+        answer = host.dispatch(call, principal=principal, trace=trace, **options)
+        spec = host.spec(call)
+        self.assert_ended(answer, trace, WRITE_GATES if spec and spec.effect == "write" else READ_GATES, (gate, end))
+        self.assertEqual(td.validate_result(principal, call, spec, answer), [])
+        return answer
+
+    def asks(
+        self,
+        host: Host,
+        call: td.ToolCall,
+        about: td.ResultPackage | None,
+        gate: str,
+        end: str,
+        *,
+        principal: td.Principal = USER,
+        **options: Any,
+    ) -> td.ResultPackage:
+        """Query; `about=None` asks for a reference that nobody holds unless `options` name one."""
+        trace: list[Any] = []
+        if about is None:
+            nobody: dict[str, Any] = {"status_ref": NO_REFERENCE, "expected_request_sha256": ZEROS, "now": NOW}
+            answer = host.dispatcher.query_operation_status(principal, call, trace=trace, **nobody | options)
+        else:
+            answer = host.query(call, about, principal=principal, trace=trace, **options)
+        self.assert_ended(answer, trace, QUERY_GATES, (gate, end))
+        self.assertEqual(td.validate_result(principal, call, host.spec(call), answer), [])
+        return answer
+
+
+class GateTests(DispatcherCase):
+    def test_a_read_a_write_and_a_replay_pass_exactly_their_gates(self) -> None:
+        host = Host()
+        read = self.dispatches(host, read_call(), "record", "OK fresh")
+        self.assertEqual(data_of(read), ORDER)
+        self.assertIsNone(status_ref(read))
+        written = self.dispatches(host, write_call(call_id="call-2"), "record", "OK fresh")
+        self.assertEqual(data_of(written), DRAFT)
+        self.dispatches(host, write_call(call_id="call-3"), "idempotency", "OK local_replay", approvals=())
+        self.assertEqual(host.shop.side_effect_count, 1)
+
+    def test_a_call_that_would_fail_several_gates_stops_at_the_first(self) -> None:
+        late: dict[str, Any] = {"approvals": (), "deadline": NOW}
+        table: list[tuple[str, str, td.ToolCall, dict[str, Any]]] = [
+            ("call_identity", "CALL_ID_CONFLICT", bind("no_such_tool", None, call_id="taken"), late),
+            ("registry", "UNKNOWN_TOOL", bind("no_such_tool", {"order_ref": 2**60}), late),
+            ("input", "INVALID_ARGUMENTS", write_call("ORDER-9", "no-reason", idempotency_key=None), late),
+            ("authorization", "NOT_FOUND", write_call("ORDER-9", idempotency_key=None), late),
+            ("idempotency_key", "IDEMPOTENCY_KEY_REQUIRED", write_call(idempotency_key=None), late),
+            ("idempotency", "IDEMPOTENCY_CONFLICT", write_call(reason="other"), late),
+            ("business_state", "BUSINESS_RULE_VIOLATION", write_call(idempotency_key="key-2"), late),
+            ("approval", "APPROVAL_REQUIRED", write_call(idempotency_key="key-2"), late),
+            ("approval", "APPROVAL_INVALID", write_call(idempotency_key="key-2"), late | {"approvals": [None]}),
+            ("deadline", "TIMEOUT_BEFORE_EXECUTE", write_call(idempotency_key="key-2"), {"deadline": NOW}),
+            ("handler", "OUTCOME_UNKNOWN", write_call(idempotency_key="key-2"), {}),
+        ]
+        for gate, code, call, options in table:
+            with self.subTest(gate=gate, code=code):
+                shop = td.MockShop()
+                real = write_spec(shop).handler
+                host = rewired(shop, handler=lambda invocation, real=real: real(invocation) and refuses_everything())
+                host.dispatch(read_call(call_id="taken"))
+                host.dispatch(write_call(call_id="first"))
+                if gate not in ("approval", "deadline", "handler"):
+                    shop.orders["ORDER-7"].status = "refunded"
+                answer = self.dispatches(host, call, gate, code, **options)
+                self.assertEqual(shop.side_effect_count, 2 if gate == "handler" else 1)
+                self.assertEqual(status_ref(answer) is None, gate != "handler")
+
+    def test_a_host_mistake_raises_before_anything_is_bound(self) -> None:
+        host = Host()
+        good: dict[str, Any] = {"approvals": (), "now": NOW}
+        texts: list[Any] = [None, "", "  ", "x" * 256, "line\nbreak", "\ud800", 7, True, ["x"], TextSubclass("user-1")]
+        principals: list[Any] = [None, "user-1", {"tenant_id": "tenant-a", "subject_id": "user-1", "roles": ()}]
+        principals += [dataclasses.replace(USER, tenant_id=text) for text in texts]
+        principals += [dataclasses.replace(USER, subject_id=text) for text in texts]
+        many = tuple(f"role-{number:02}" for number in range(33))
+        roles: tuple[Any, ...] = (None, "admin", ["admin"], ("b", "a"), ("a", "a"), ("",), (7,), (["a"],), many)
+        principals += [dataclasses.replace(USER, roles=several) for several in roles]
+        contexts = [{name: text} for name in ("response_id", "call_id", "operation_id") for text in texts]
+        contexts += [{"idempotency_key": text} for text in texts if text is not None]
+        contexts += [{"provider": "acme"}, {"provider": ["openai"]}, {"provider": None}, {"api_family": "messages"}]
+        contexts += [{"adapter_revision": "openai-responses-v2"}, {"adapter_revision": None}]
+        times = (None, True, -1, 1.0, "0", 253_402_300_800, float("nan"))
+        no_sequence: list[Any] = [None, "approval", b"approval", {1}, {}, 7, iter(()), host.approve(write_call())]
+        table: list[tuple[Any, Any, dict[str, Any]]] = [(principal, read_call(), good) for principal in principals]
+        table += [(USER, read_call(**change), good) for change in contexts]
+        no_calls: list[Any] = [None, "get_order", td.ModelProposal("get_order", {}), {}]
+        no_contexts: list[Any] = [None, {}, USER]
+        no_calls += [dataclasses.replace(read_call(), context=other) for other in no_contexts]
+        table += [(USER, call, good) for call in no_calls]
+        table += [(USER, read_call(), good | {"now": time}) for time in times]
+        table += [(USER, read_call(), good | {"deadline": time}) for time in times if time is not None]
+        table += [(USER, read_call(), good | {"approvals": approvals}) for approvals in no_sequence]
+        no_traces: list[Any] = ["trace", (), {}]
+        table += [(USER, read_call(), good | {"trace": trace}) for trace in no_traces]
+        for position, (principal, call, options) in enumerate(table):
+            with self.subTest(position=position):
+                with self.assertRaises(td.HostContextError):
+                    host.dispatcher.dispatch(principal, call, **options)
+                if not {"deadline", "trace"} & set(options) and options["approvals"] == ():
+                    with self.assertRaises(td.HostContextError):
+                        td.validate_host_context(principal, call, now=options["now"])
+        asked: dict[str, Any] = {"status_ref": NO_REFERENCE, "expected_request_sha256": ZEROS, "now": NOW}
+        for name, malformed in {
+            "status_ref": (
+                *(None, 7, "", "status_", "status_" + "0" * 31, "status_" + "0" * 33, "status_" + "A" * 32),
+                *(NO_REFERENCE + "\n", " " + NO_REFERENCE, "0" * 32, NO_REFERENCE.encode(), [NO_REFERENCE]),
+            ),
+            "expected_request_sha256": (None, 7, "", "0" * 63, "0" * 65, "A" * 64, ZEROS + "\n", [ZEROS]),
+            "now": times,
+        }.items():
+            for value in malformed:
+                with self.subTest(query=name, value=repr(value)[:20]), self.assertRaises(td.HostContextError):
+                    host.dispatcher.query_operation_status(USER, write_call(), **asked | {name: value})
+        for pair in ((None, context()), ("get_order", context()), (td.ModelProposal("get_order", {}), None)):
+            with self.subTest(pair=repr(pair)[:20]), self.assertRaises(td.HostContextError):
+                td.bind_tool_call(*pair)
+        td.validate_host_context(dataclasses.replace(USER, roles=many[:32]), read_call(), now=NOW)
+        self.dispatches(host, read_call("ORDER-8"), "authorization", "NOT_FOUND")
+        self.assertEqual(host.shop.side_effect_count, 0)
+
+    def test_times_start_at_zero_end_with_the_year_9999_and_a_deadline_is_half_open(self) -> None:
+        last = td.MAX_PORTABLE_UNIX_SECONDS
+        table = [
+            (0, None, "record"), (last, None, "record"), (0, 1, "record"), (last - 1, last, "record"),
+            (NOW, NOW + 1, "record"), (NOW, NOW, "deadline"), (NOW + 1, NOW, "deadline"), (0, 0, "deadline"),
+        ]  # fmt: skip
+        for now, deadline, gate in table:
+            with self.subTest(now=now, deadline=deadline):
+                end = "OK fresh" if gate == "record" else "TIMEOUT_BEFORE_EXECUTE"
+                self.dispatches(Host(), read_call(), gate, end, now=now, deadline=deadline)
+        host = Host()
+        late = self.dispatches(host, write_call(), "deadline", "TIMEOUT_BEFORE_EXECUTE", deadline=NOW)
+        self.assertIsNone(status_ref(late))
+        self.assertEqual(host.shop.side_effect_count, 0)
+        self.dispatches(host, write_call(), "record", "OK fresh", deadline=NOW + 1)
+
+    def test_only_true_itself_passes_authorize_and_business_rule(self) -> None:
+        always = type("Always", (), {"__bool__": lambda self: True, "__eq__": lambda self, other: True})()
+        answers: list[Any] = [1, 1.0, "yes", [True], object(), always, None, False, Hostile()]
+        rules = [lambda principal, arguments, answer=answer: answer for answer in answers] + [refuses_everything]
+        for position, rule in enumerate(rules):
+            with self.subTest(position=position):
+                ran: list[Any] = []
+                host = Host([own_tool(authorize=rule, handler=ran.append)])
+                self.dispatches(host, own_call(), "authorization", "NOT_FOUND")
+                self.dispatches(rewired(authorize=rule, handler=ran.append), write_call(), "authorization", "NOT_FOUND")
+                host = rewired(business_rule=rule, handler=ran.append)
+                self.dispatches(host, write_call(), "business_state", "BUSINESS_RULE_VIOLATION")
+                self.assertEqual(ran, [])
+
+    def test_what_does_not_exist_and_what_is_somebody_elses_look_the_same(self) -> None:
+        host = Host()
+        for build, effect in ((read_call, "read"), (write_call, "write"), (write_call, "query")):
+            answers = set()
+            for order_ref in ("ORDER-404", "ORDER-8", "ORDER-9"):
+                with self.subTest(effect=effect, order_ref=order_ref):
+                    call = build(order_ref, call_id=f"{effect}-{order_ref}")
+                    if effect == "query":
+                        answer = self.asks(host, call, None, "authorization", "NOT_FOUND")
+                    else:
+                        answer = self.dispatches(host, call, "authorization", "NOT_FOUND")
+                    answers.add(td.canonical_json(answer["model_result"]))
+            self.assertEqual(len(answers), 1)
+        written = host.dispatch(write_call())
+        neighbour = td.Principal("tenant-a", "user-2", ("support_admin",))
+        namesake = td.Principal("tenant-b", "user-1", ("support_admin",))
+        held, asked = status_ref(written), written["protected_audit"]["binding"]["request_sha256"]
+        answers = set()
+        for principal, order_ref, reference in (
+            (USER, "ORDER-7", NO_REFERENCE), (neighbour, "ORDER-7", held), (namesake, "ORDER-9", held),
+        ):  # fmt: skip
+            with self.subTest(principal=principal):
+                options: dict[str, Any] = {"status_ref": reference, "expected_request_sha256": asked}
+                call = write_call(order_ref, call_id="ask")
+                answer = self.asks(host, call, None, "status_reference", "NOT_FOUND", principal=principal, **options)
+                answers.add(td.canonical_json(answer["model_result"]))
+        self.assertEqual(len(answers), 1)
+
+    def test_support_admin_reaches_the_whole_tenant_and_nothing_beyond(self) -> None:
+        host = Host()
+        admin = dataclasses.replace(USER, roles=("support_admin",))
+        almost = dataclasses.replace(USER, roles=("support", "support_admin_2"))
+        for number, (principal, order_ref, gate, end) in enumerate(
+            (
+                (admin, "ORDER-7", "record", "OK fresh"),
+                (admin, "ORDER-8", "record", "OK fresh"),
+                (admin, "ORDER-9", "authorization", "NOT_FOUND"),
+                (almost, "ORDER-8", "authorization", "NOT_FOUND"),
+                (td.Principal("tenant-b", "user-1", ()), "ORDER-7", "authorization", "NOT_FOUND"),
+                (td.Principal("tenant-b", "user-1", ()), "ORDER-9", "record", "OK fresh"),
+            )
+        ):
+            with self.subTest(roles=principal.roles, order_ref=order_ref):
+                names = {"call_id": f"read-{number}"}
+                self.dispatches(host, read_call(order_ref, **names), gate, end, principal=principal)
+                names = {"call_id": f"write-{number}", "idempotency_key": f"key-{number}"}
+                self.dispatches(host, write_call(order_ref, **names), gate, end, principal=principal)
+        self.assertEqual(host.shop.side_effect_count, 3)
+
+    def test_the_dispatcher_has_no_fault_switch_and_knows_only_what_it_is_given(self) -> None:
+        for function, names in (
+            (td.Dispatcher, ["tools", "ledger", "approvers"]),
+            (td.Dispatcher.dispatch, ["self", "principal", "call", "approvals", "now", "deadline", "trace"]),
+            (
+                td.Dispatcher.query_operation_status,
+                ["self", "principal", "call", "status_ref", "expected_request_sha256", "now", "trace"],
+            ),
+        ):
+            self.assertEqual(list(inspect.signature(function).parameters), names)
+        self.assertNotRegex(inspect.getsource(td.Dispatcher), "order_ref|ORDER-|refund|MockShop|paid|inject")
+        runs: list[str] = []
+
+        def handler(invocation: td.Invocation) -> td.HandlerResult:
+            runs.append(invocation.idempotency_key or "")
+            if invocation.idempotency_key == "key-2":
+                raise RuntimeError("answer lost")
+            return own_result()
+
+        def find_receipt(query: td.ReceiptQuery) -> td.Receipt:
+            return td.Receipt(query.status_ref, query.request_sha256, own_result(receipt_id="receipt-1"))
+
+        note = own_tool(effect="write", handler=handler, find_receipt=find_receipt)
+        host = Host([note], PlainLedger())
+        self.dispatches(host, own_call(call_id="call-0"), "idempotency_key", "IDEMPOTENCY_KEY_REQUIRED", approvals=())
+        self.dispatches(host, own_call(idempotency_key="key-1"), "record", "OK fresh")
+        self.dispatches(host, own_call(idempotency_key="key-1"), "idempotency", "OK local_replay", approvals=())
+        lost = own_call(idempotency_key="key-2", call_id="call-2")
+        unknown = self.dispatches(host, lost, "handler", "OUTCOME_UNKNOWN")
+        ask = own_call(idempotency_key="key-2", call_id="call-3")
+        self.asks(host, ask, unknown, "record", "OK receipt_reconciled")
+        self.dispatches(host, lost, "idempotency", "OK local_replay", approvals=())
+        self.assertEqual(runs, ["key-1", "key-2"])
+        self.dispatches(Host([]), read_call(), "registry", "UNKNOWN_TOOL")
+
+
+class ProposalTests(DispatcherCase):
+    def test_a_hostile_name_is_an_unknown_tool_and_is_not_echoed(self) -> None:
+        names: list[Any] = [
+            ["get_order"], {"get_order": 1}, {"get_order"}, None, 7, True, 1.5, float("nan"), b"get_order", "", "   ",
+            "RAW" * 100, "RAW\x00", "RAW\n", "RAW\ud800", "RAW\u202e", TextSubclass("get_order"), Hostile(), object,
+        ]  # fmt: skip
+        for position, name in enumerate(names):
+            with self.subTest(position=position):
+                call = bind(name, {"order_ref": "ORDER-7"})
+                self.assertEqual(call.name, "(unregistered)")
+                answer = self.dispatches(Host(), call, "registry", "UNKNOWN_TOOL")
+                self.assertNotIn("RAW", json.dumps(answer))
+                contract = plain(answer["protected_audit"]["tool_contract"])
+                self.assertEqual(contract.pop("name"), "(unregistered)")
+                self.assertEqual(list(contract.values()), ["unregistered"] * 6)
+        for name in ("os.system", "get_order ", "Get_Order", "__import__", "(unregistered)", "x" * 255):
+            with self.subTest(name=name):
+                self.assertEqual(bind(name, {}).name, name)
+                self.dispatches(Host(), bind(name, {}), "registry", "UNKNOWN_TOOL")
+
+    def test_hostile_arguments_are_invalid_and_digested_as_null(self) -> None:
+        inside = [*outside_values().values(), nested(30), "RAW\ud800", b"RAW", {1: "RAW"}, TextSubclass("RAW")]
+        whole: list[Any] = [
+            None, [], ["order_ref"], "ORDER-7", 7, True, float("nan"), (), b"{}", {1}, object(), Hostile(), cyclic(),
+            cyclic(dict), nested(10_000), RaisingDict(order_ref="ORDER-7"), DictSubclass(order_ref="ORDER-7"),
+            collections.OrderedDict(order_ref="ORDER-7"), types.MappingProxyType({"order_ref": "ORDER-7"}),
+            {1: "ORDER-7"}, {"order_ref\ud800": "ORDER-7"}, {TextSubclass("order_ref"): "ORDER-7"},
+        ]  # fmt: skip
+        host = Host()
+        spec = host.dispatcher.registry["get_order"]
+        over_null = td.digest({
+            "tenant_id": "tenant-a", "subject_id": "user-1", "tool": "get_order", "arguments": None,
+            "input_schema_revision": spec.input_schema_revision, "output_schema_revision": spec.output_schema_revision,
+            "effect_revision": spec.effect_revision,
+        })  # fmt: skip
+        for position, arguments in enumerate([*({"order_ref": value} for value in inside), *whole]):
+            with self.subTest(position=position):
+                call = bind("get_order", arguments, call_id=f"call-{position}")
+                self.assertIsNone(call.arguments)
+                answer = self.dispatches(host, call, "input", "INVALID_ARGUMENTS")
+                self.assertEqual(answer["protected_audit"]["binding"]["request_sha256"], over_null)
+                self.assertNotIn("RAW", json.dumps(answer))
+                call = bind("create_refund_draft", arguments, call_id=f"write-{position}", idempotency_key="key-1")
+                self.dispatches(host, call, "input", "INVALID_ARGUMENTS", approvals=())
+                call = bind(arguments, arguments, call_id=f"both-{position}")
+                name_fits = type(arguments) is str
+                self.assertEqual(call.name, arguments if name_fits else "(unregistered)")
+                self.dispatches(host, call, "registry", "UNKNOWN_TOOL")
+        self.assertEqual(host.shop.side_effect_count, 0)
+
+    def test_a_bound_call_and_a_recorded_result_are_out_of_reach_of_caller_and_callbacks(self) -> None:
+        original = {"value": {"deep": [1, {"text": "kept"}]}}
+        seen: list[Any] = []
+
+        def rule(principal: td.Principal, arguments: Any) -> bool:
+            seen.append(plain(arguments))
+            vandalise(arguments)
+            return True
+
+        kept: dict[str, Any] = {"items": [{"text": "kept"}]}
+
+        def handler(invocation: td.Invocation) -> td.HandlerResult:
+            rule(invocation.principal, invocation.arguments)
+            if invocation.idempotency_key == "lost":
+                raise RuntimeError("answer lost")
+            return own_result(data=kept)
+
+        def find_receipt(query: td.ReceiptQuery) -> td.Receipt:
+            rule(query.principal, query.arguments)
+            return td.Receipt(query.status_ref, query.request_sha256, own_result(data=kept, receipt_id="receipt-1"))
+
+        spec = own_tool(
+            effect="write", arguments={"value": td.FieldRule(dict)}, output={"items": td.FieldRule(list)},
+            authorize=rule, business_rule=rule, handler=handler, find_receipt=find_receipt, max_output_depth=3,
+        )  # fmt: skip
+        for key, delivery in (("known", "OK fresh"), ("lost", "OK receipt_reconciled")):
+            with self.subTest(key=key):
+                host, kept = Host([spec]), {"items": [{"text": "kept"}]}
+                given = plain(original)
+                call = bind("own_tool", given, idempotency_key=key)
+                vandalise(given)
+                vandalise(call.arguments)
+                vandalise(call.proposal.arguments)
+                if key == "known":
+                    first = self.dispatches(host, call, "record", delivery)
+                else:
+                    unknown = self.dispatches(host, call, "handler", "OUTCOME_UNKNOWN")
+                    ask = bind("own_tool", original, idempotency_key=key, call_id="call-2")
+                    first = self.asks(host, ask, unknown, "record", delivery)
+                self.assertEqual(call.arguments, original)
+                shown = plain(data_of(first))
+                self.assertEqual(shown, {"items": [{"text": "kept"}]})
+                vandalise(kept)
+                vandalise(first)
+                again = self.dispatches(host, call, "idempotency", "OK local_replay", approvals=())
+                self.assertEqual(data_of(again), shown)
+                vandalise(again)
+                again = self.dispatches(host, call, "idempotency", "OK local_replay", approvals=())
+                self.assertEqual(data_of(again), shown)
+        self.assertGreaterEqual(len(seen), 8)
+        self.assertEqual([arguments for arguments in seen if arguments != original], [])
+
+    def test_a_call_built_or_replaced_by_hand_is_snapshotted_again(self) -> None:
+        given: dict[str, Any] = {}
+
+        def switch(principal: td.Principal, arguments: Any) -> bool:
+            given["reason"] = "other"
+            return True
+
+        by_hand = td.ToolCall(td.ModelProposal("create_refund_draft", given), context(idempotency_key="key-1"))
+        by_replacement = dataclasses.replace(write_call(reason="duplicate"), proposal=by_hand.proposal)
+        for call in (by_hand, by_replacement):
+            for callback in ("authorize", "business_rule"):
+                with self.subTest(bound=call is by_replacement, callback=callback):
+                    given.update(order_ref="ORDER-7", reason="damaged")
+                    change: dict[str, Any] = {callback: switch}
+                    host = rewired(**change)
+                    answer = host.dispatch(call, approvals=[host.approve(write_call())])
+                    self.assertEqual(given["reason"], "other")
+                    self.assertEqual(td.validate_result(USER, write_call(), host.spec(write_call()), answer), [])
+                    self.assertEqual(verdict(answer), ("OK", "committed", "fresh"))
+                    self.assertEqual(data_of(answer)["reason"], "damaged")
+        moved = context(call_id="call-2")
+        for call, gate, code in (
+            (bind("get_order", {"order_ref": 2**60}), "input", "INVALID_ARGUMENTS"),
+            (bind("get_order", Hostile()), "input", "INVALID_ARGUMENTS"),
+            (bind(Hostile(), {}), "registry", "UNKNOWN_TOOL"),
+            (td.ToolCall(td.ModelProposal("get_order", {"order_ref": {1}}), moved), "input", "INVALID_ARGUMENTS"),
+            (td.ToolCall(td.ModelProposal(["get_order"], {}), moved), "registry", "UNKNOWN_TOOL"),
+        ):
+            with self.subTest(code=code):
+                self.dispatches(Host(), dataclasses.replace(call, context=moved), gate, code)
+        no_proposals: list[Any] = [None, "get_order", {"name": "get_order"}]
+        for proposal in no_proposals:
+            with self.subTest(proposal=proposal), self.assertRaises(td.HostContextError):
+                Host().dispatcher.dispatch(USER, dataclasses.replace(read_call(), proposal=proposal), now=NOW)
+
+
+class ToolContractTests(DispatcherCase):
+    def test_arguments_are_exactly_the_declared_fields_and_each_rule_holds_at_its_bound(self) -> None:
+        rule = td.FieldRule
+        pair = rule(dict, fields={"n": rule(int, minimum=0), "note": rule(str, nullable=True)})
+        table: list[tuple[td.FieldRule, list[Any], list[Any]]] = [
+            (rule(str), ["", "x", "x" * 65_536], [None, 1, True, ["x"], {}]),
+            (rule(str, nullable=True), [None, ""], [1, False]),
+            (rule(str, min_length=2), ["ab", "  ab"], ["a", " a ", "   ", ""]),
+            (rule(str, max_length=4), ["", "abcd"], ["abcde", "  ab  "]),
+            (rule(str, enum=("a", "b")), ["a", "b"], ["A", "c", "a ", ""]),
+            (rule(str, pattern="[A-Z]{2}"), ["AB"], ["A", "ABC", "AB\n", " AB", "ab"]),
+            (rule(int), [0, -1, 2**53 - 1, -(2**53 - 1)], [True, 1.0, "1", None]),
+            (rule(int, minimum=-1, maximum=3), [-1, 3], [-2, 4, 2.0, True]),
+            (rule(int, enum=(1, 2)), [1, 2], [0, 3, True, 1.0, "1"]),
+            (rule(bool), [True, False], [0, 1, "true", None]),
+            (rule(bool, enum=(True,)), [True], [False, 1, 1.0]),
+            (rule(float), [1.5, 2, -0.5, 0], [True, "1.5", None]),
+            (rule(float, minimum=0, maximum=1.5), [0, 0.0, 1.5, 1], [-0.1, -1, 1.6, 2]),
+            (rule(float, enum=(1.0, 2.5)), [1.0, 2.5], [1, True, 2]),
+            (rule(list), [[], [1, "x", None, [{}]]], [{}, "x", None]),
+            (rule(list, min_length=1, max_length=2), [[1], [1, 2]], [[], [1, 2, 3]]),
+            (rule(list, items=rule(int, minimum=1)), [[], [1, 2]], [[0], [1, True], [1.0], [None], [[1]]]),
+            (rule(dict), [{}, {"any": [1, {"x": None}]}], [[], "x", None]),
+            (pair, [{"n": 0, "note": None}, {"n": 1, "note": "x"}], [{}, {"n": 0}, {"n": -1, "note": None}]),
+            (pair, [], [{"n": True, "note": None}, {"n": 0, "note": 1}, {"n": 0, "note": None, "is_admin": True}]),
+            (rule(list, items=pair), [[{"n": 0, "note": None}]], [[{"n": 0}], [None], [{"n": 0, "note": None}, {}]]),
+            (rule(list), [nested(29)], [nested(30)]),
+        ]
+        for row, (field, accepted, refused) in enumerate(table):
+            got: Any = []
+            host = Host([own_tool(
+                arguments={"value": field},
+                handler=lambda invocation, got=got: got.append(invocation.arguments["value"]) or own_result(),
+            )])  # fmt: skip
+            for number, value in enumerate(accepted):
+                with self.subTest(row=row, accepted=number):
+                    self.dispatches(host, own_call(value, call_id=f"good-{number}"), "record", "OK fresh")
+                    self.assertEqual(repr(plain(got.pop())), repr(value))
+            for number, value in enumerate(refused):
+                with self.subTest(row=row, refused=number):
+                    self.dispatches(host, own_call(value, call_id=f"bad-{number}"), "input", "INVALID_ARGUMENTS")
+                    self.assertEqual(got, [])
+        two = {"a": rule(int), "b": rule(int, nullable=True)}
+        for arguments, gate in (
+            ({"b": None, "a": 1}, "record"), ({"a": 1}, "input"), ({"b": 1}, "input"), ({}, "input"),
+            ({"a": 1, "b": 2, "c": 3}, "input"), ({"a": 1, "B": 2}, "input"),
+        ):  # fmt: skip
+            with self.subTest(arguments=arguments):
+                end = "OK fresh" if gate == "record" else "INVALID_ARGUMENTS"
+                self.dispatches(Host([own_tool(arguments=two)]), bind("own_tool", arguments), gate, end)
+        self.dispatches(Host([own_tool(arguments={})]), bind("own_tool", {}), "record", "OK fresh")
+
+    def test_a_contract_that_cannot_work_is_refused_when_the_dispatcher_is_built(self) -> None:
+        rule = td.FieldRule
+        revisions = [field.name for field in dataclasses.fields(td.ToolSpec) if field.name.endswith("_revision")]
+        self.assertEqual(len(revisions), 6)
+        broken: list[dict[str, Any]] = [{"name": name} for name in ("", "a b", "a.b", "x" * 65, "tööl", "tool\n", None)]
+        broken += [{name: text} for name in revisions for text in ("", "  ", "unregistered", None, "x" * 256)]
+        broken += [{"source_label": text} for text in ("", "  ", None, "offline-dispatcher")]
+        broken += [{"effect": effect} for effect in ("delete", "", None, "READ", ["read"])]
+        limits = ("timeout_ms", "max_output_bytes", "max_output_depth")
+        broken += [{limit: value} for limit in limits for value in (0, -1, None, True, 1.5)]
+        broken += [{"max_output_depth": 31}, {"business_rule": lambda principal, arguments: True}]
+        broken += [{"find_receipt": lambda query: None}, {"handler": None}, {"authorize": None}]
+        broken += [{"effect": "write", name: "no function"} for name in ("business_rule", "find_receipt")]
+        no_rules: list[Any] = [None, [], {"value": str}, {"value": None}, {7: rule(str)}]
+        broken += [{name: rules} for name in ("arguments", "output") for rules in no_rules]
+        fields: list[dict[str, Any]] = [
+            {"type": bytes}, {"type": "str"}, {"type": None}, {"type": str, "minimum": 1}, {"type": str, "maximum": 1},
+            {"type": int, "min_length": 1}, {"type": int, "max_length": 1}, {"type": dict, "min_length": 1},
+            {"type": int, "pattern": "1"}, {"type": list, "pattern": "1"}, {"type": str, "pattern": "("},
+            {"type": int, "minimum": "1"}, {"type": str, "min_length": "1"}, {"type": bool, "minimum": 0},
+            {"type": int, "minimum": 2, "maximum": 1}, {"type": str, "min_length": 2, "max_length": 1},
+            {"type": int, "enum": ("1",)}, {"type": int, "enum": (1, True)}, {"type": int, "enum": (1.0,)},
+            {"type": str, "enum": ("a", 1)}, {"type": bool, "enum": (1,)}, {"type": float, "enum": (True,)},
+            {"type": str, "items": rule(int)}, {"type": list, "fields": {}}, {"type": str, "fields": {}},
+            {"type": dict, "items": rule(int)}, {"type": str, "pattern": 7}, {"type": str, "max_length": True},
+            {"type": list, "min_length": -1}, {"type": int, "minimum": 1.5}, {"type": int, "maximum": True},
+            {"type": float, "minimum": "1"}, {"type": float, "maximum": float("nan")}, {"type": str, "enum": ()},
+            {"type": str, "enum": "ab"}, {"type": int, "enum": (2**60,)}, {"type": str, "enum": ("\ud800",)},
+        ]  # fmt: skip
+        for options in fields:
+            broken.append({"arguments": {"value": rule(**options)}})
+            broken.append({"output": {"done": rule(**options)}, "max_output_depth": 30})
+            deeper = rule(list, items=rule(dict, fields={"inner": rule(**options)}))
+            broken.append({"arguments": {"value": deeper}})
+        no_arguments: list[Any] = ["no_such_argument", "", 7, ["value"]]
+        for argument in no_arguments:
+            broken.append({"output": {"echo": rule(str, equals_argument=argument)}})
+        broken.append({"arguments": {"value": rule(str, equals_argument="value")}})
+        for name in ("authorization", "Api-Key", "access_token", "call_id", "request_sha256", "PASSWORD", "set-cookie"):
+            inner = rule(dict, fields={name: rule(str)})
+            broken.append({"output": {name: rule(str)}})
+            broken.append({"output": {"inner": inner}, "max_output_depth": 30})
+            broken.append({"output": {"list": rule(list, items=inner)}, "max_output_depth": 30})
+        for deep in (rule(dict, fields={"deep": rule(str)}), rule(dict), rule(list)):
+            broken.append({"output": {"inner": deep}, "max_output_depth": 1})
+        for position, change in enumerate(broken):
+            with self.subTest(position=position, change=repr(change)[:80]):
+                spec = own_tool(**change)
+                with self.assertRaises(td.ToolContractError):
+                    td.Dispatcher([spec])
+        no_registry: list[Any] = [[own_tool(), own_tool(effect="write")], [None], ["own_tool"], own_tool(), None]
+        for tools in no_registry:
+            with self.subTest(tools=repr(tools)[:40]), self.assertRaises(td.ToolContractError):
+                td.Dispatcher(tools)
+        no_approvers: list[Any] = [REVIEWER, "", REVIEWER.encode(), frozenset({7}), frozenset({""}), None]
+        for approvers in no_approvers:
+            with self.subTest(approvers=approvers), self.assertRaises(td.ToolContractError):
+                td.Dispatcher([own_tool()], approvers=approvers)
+        works: list[dict[str, Any]] = [
+            {}, {"name": "a-Z_9" + "x" * 59}, {"max_output_depth": 30}, {"max_output_bytes": 1, "timeout_ms": 1},
+            {"effect": "write"}, {"output": {"echo": rule(str, equals_argument="value"), "secretary": rule(str)}},
+            {"output": {"inner": rule(dict, fields={"deep": rule(str)})}, "max_output_depth": 2},
+            {"arguments": {"value": rule(float, minimum=0, maximum=0, enum=(0.0,))}},
+            {"arguments": {"value": rule(str), "password": rule(str)}},
+        ]  # fmt: skip
+        for change in works:
+            with self.subTest(works=repr(change)[:80]):
+                td.Dispatcher([own_tool(**change)])
+
+    def test_a_registry_and_its_contracts_are_read_only(self) -> None:
+        fields = {"n": td.FieldRule(int)}
+        arguments = {"value": td.FieldRule(dict, fields=fields)}
+        output = {"done": td.FieldRule(bool)}
+        tools = [own_tool(arguments=arguments, output=output)]
+        host = Host(tools)
+        spec = host.dispatcher.registry["own_tool"]
+        for frozen in (host.dispatcher.registry, spec.arguments, spec.output):
+            for method, given in (("__setitem__", ("x", spec)), ("__delitem__", ("own_tool",)), ("clear", ())):
+                with self.assertRaises(AttributeError):
+                    getattr(frozen, method)(*given)
+        with self.assertRaises(AttributeError):
+            spec.effect = "write"  # type: ignore[misc]
+        fields["is_admin"] = arguments["is_admin"] = output["is_admin"] = td.FieldRule(bool)
+        tools.append(own_tool(name="late_tool"))
+        self.assertEqual(list(host.dispatcher.registry), ["own_tool"])
+        self.dispatches(host, own_call({"n": 1}), "record", "OK fresh")
+        extra = own_call({"n": 1, "is_admin": True}, call_id="call-2")
+        self.dispatches(host, extra, "input", "INVALID_ARGUMENTS")
+        extra = bind("own_tool", {"value": {"n": 1}, "is_admin": True}, call_id="call-3")
+        self.dispatches(host, extra, "input", "INVALID_ARGUMENTS")
+        self.dispatches(host, bind("late_tool", {"value": "x"}, call_id="call-4"), "registry", "UNKNOWN_TOOL")
+
+
+class CallIdentityTests(DispatcherCase):
+    def test_one_provider_call_is_one_request_whether_it_was_valid_or_not(self) -> None:
+        good = write_call()
+        refused = [
+            (bind("create_refund_draft", {"order_ref": "ORDER-7"}, idempotency_key="key-1"), "input"),
+            (bind("create_refund_draft", {"order_ref": 2**60}, idempotency_key="key-1"), "input"),
+            (bind("no_such_tool", {}, idempotency_key="key-1"), "registry"),
+            (bind(["create_refund_draft"], {}, idempotency_key="key-1"), "registry"),
+            (write_call("ORDER-8"), "authorization"),
+            (write_call(idempotency_key=None), "idempotency_key"),
+        ]
+        codes = {"input": "INVALID_ARGUMENTS", "registry": "UNKNOWN_TOOL", "authorization": "NOT_FOUND"}
+        for first, gate in refused:
+            with self.subTest(first=first.name, gate=gate):
+                host = Host()
+                for _ in range(2):
+                    code = codes.get(gate, "IDEMPOTENCY_KEY_REQUIRED")
+                    self.dispatches(host, first, gate, code, approvals=())
+                self.dispatches(host, good, "call_identity", "CALL_ID_CONFLICT")
+                self.assertEqual(host.shop.side_effect_count, 0)
+        host = Host()
+        self.dispatches(host, good, "record", "OK fresh")
+        for number, other in enumerate(
+            (
+                write_call(reason="other"),
+                write_call(idempotency_key="key-2"),
+                write_call(operation_id="op-2"),
+                write_call("ORDER-8"),
+                read_call(idempotency_key="key-1"),
+                bind("create_refund_draft", {}, idempotency_key="key-1"),
+            )
+        ):
+            with self.subTest(other=number):
+                self.dispatches(host, other, "call_identity", "CALL_ID_CONFLICT")
+        self.dispatches(host, good, "idempotency", "OK local_replay", approvals=())
+        self.assertEqual(host.shop.side_effect_count, 1)
+
+    def test_call_identities_are_kept_apart_by_principal_profile_response_and_call(self) -> None:
+        host = Host()
+        self.dispatches(host, read_call(), "record", "OK fresh")
+        admin = ("support_admin",)
+        apart: list[tuple[td.Principal, td.ToolCall]] = [
+            (td.Principal("tenant-a", "user-2", admin), read_call("ORDER-8")),
+            (td.Principal("tenant-b", "user-1", admin), read_call("ORDER-9")),
+            (dataclasses.replace(USER, roles=admin), read_call("ORDER-8", response_id="resp-2")),
+            (dataclasses.replace(USER, roles=admin), read_call("ORDER-8", call_id="call-2")),
+        ]
+        apart += [(dataclasses.replace(USER, roles=admin), read_call("ORDER-8", **profile)) for profile in PROFILES[1:]]
+        for principal, call in apart:
+            with self.subTest(principal=principal, context=call.context):
+                self.dispatches(host, call, "record", "OK fresh", principal=principal)
+        promoted = dataclasses.replace(USER, roles=admin)
+        self.dispatches(host, read_call("ORDER-8"), "call_identity", "CALL_ID_CONFLICT", principal=promoted)
+
+    def test_the_identity_of_a_query_serves_no_dispatch_and_the_reverse(self) -> None:
+        host = Host()
+        written = self.dispatches(host, write_call(), "record", "OK fresh")
+        self.asks(host, write_call(), written, "call_identity", "CALL_ID_CONFLICT")
+        ask = write_call(call_id="ask")
+        for _ in range(2):
+            self.asks(host, ask, written, "operation", "OK local_replay")
+        self.dispatches(host, ask, "call_identity", "CALL_ID_CONFLICT")
+        for gate, code, call in (
+            ("registry", "UNKNOWN_TOOL", bind("no_such_tool", {}, call_id="ask-1")),
+            ("input", "INVALID_ARGUMENTS", bind("create_refund_draft", {}, call_id="ask-2", idempotency_key="key-1")),
+            ("authorization", "NOT_FOUND", write_call("ORDER-8", call_id="ask-3")),
+            ("status_reference", "NOT_FOUND", write_call(call_id="ask-4")),
+        ):
+            with self.subTest(refused_query=gate):
+                self.asks(host, call, None, gate, code)
+                self.dispatches(host, call, "call_identity", "CALL_ID_CONFLICT", approvals=())
+        refused = write_call("ORDER-8", call_id="call-5")
+        self.dispatches(host, refused, "authorization", "NOT_FOUND")
+        self.asks(host, refused, None, "call_identity", "CALL_ID_CONFLICT")
+        self.assertEqual(host.shop.side_effect_count, 1)
+
+
+class ApprovalTests(DispatcherCase):
+    def assert_invalid(self, host: Host, call: td.ToolCall, *approvals: Any, **options: Any) -> None:
+        answer = self.dispatches(host, call, "approval", "APPROVAL_INVALID", approvals=list(approvals), **options)
+        self.assertIsNone(status_ref(answer))
+        self.assertEqual(host.shop.side_effect_count, 0)
+
+    def test_every_field_of_an_approval_must_match_the_call(self) -> None:
+        host, call = Host(), write_call()
+        valid = host.approve(call)
+        changes: dict[str, list[Any]] = {
+            field.name: ["other", ["x"], None, 7, True] for field in dataclasses.fields(td.Approval)
+        }
+        changes["approval_digest"] += [ZEROS, valid.approval_digest.upper(), valid.approval_digest[:-1]]
+        changes["expires_at"] = [NOW + 59, NOW + 61, NOW - 1, float(NOW + 60), True, "soon", None]
+        changes["provider"] += ["anthropic"]
+        changes["tool_name"] += ["get_order"]
+        self.assertEqual(len(changes), 14)
+        for name, values in changes.items():
+            for value in values:
+                with self.subTest(field=name, value=value):
+                    self.assert_invalid(host, call, dataclasses.replace(valid, **{name: value}))
+        others = {
+            "response": write_call(response_id="resp-2"),
+            "call": write_call(call_id="call-2"),
+            "operation": write_call(operation_id="op-2"),
+            "key": write_call(idempotency_key="key-2"),
+            "arguments": write_call(reason="other"),
+            "profile": write_call(**PROFILES[1]),
+            "tool": read_call(idempotency_key="key-1"),
+        }
+        for name, other in others.items():
+            with self.subTest(approved=name):
+                self.assert_invalid(host, call, host.approve(other))
+        for principal in (td.Principal("tenant-b", "user-1", ()), td.Principal("tenant-a", "user-2", ())):
+            with self.subTest(approved=principal):
+                self.assert_invalid(host, call, host.approve(call, principal=principal))
+        for name in ("policy_revision", "input_schema_revision", "output_schema_revision", "effect_revision"):
+            with self.subTest(changed_since=name):
+                change: dict[str, Any] = {name: "changed-v9"}
+                self.assert_invalid(rewired(**change), call, valid)
+        self.dispatches(host, call, "record", "OK fresh", approvals=[valid])
+
+    def test_a_malformed_approval_never_raises_and_never_passes(self) -> None:
+        host, call = Host(), write_call()
+        valid = host.approve(call)
+        names = field_names(td.Approval)
+        bad: list[Any] = [[REVIEWER], {REVIEWER}, {}, b"x", 1.5, float("nan"), 2**70, "\ud800", "", "x" * 300]
+        for name in names:
+            for number, value in enumerate([*bad, Hostile(), object(), nested(5_000)]):
+                with self.subTest(field=name, value=number):
+                    self.assert_invalid(host, call, dataclasses.replace(valid, **{name: value}))
+        alike = types.SimpleNamespace(**{name: getattr(valid, name) for name in names})
+        as_dict = {name: getattr(valid, name) for name in names}
+        no_approvals = [None, True, "approved", REVIEWER, 7, (), [valid], alike, as_dict, Hostile()]
+        for number, value in enumerate(no_approvals):
+            with self.subTest(no_approval=number):
+                self.assert_invalid(host, call, value)
+        self.assert_invalid(host, call, forged_approval(host, call, expires_at=float(NOW + 60)))
+
+    def test_the_approver_is_on_the_list_and_is_not_the_principal(self) -> None:
+        host, call = Host(), write_call()
+        for approver in ("human-reviewer-2", "HUMAN-REVIEWER-1", "human-reviewer-1 ", "user-1"):
+            with self.subTest(approver=approver):
+                self.assert_invalid(host, call, forged_approval(host, call, approver_id=approver))
+        approvers = frozenset({REVIEWER, "human-reviewer-2", "user-1"})
+        host.dispatcher = td.Dispatcher(host.shop.tools(), approvers=approvers)
+        self.assert_invalid(host, call, forged_approval(host, call, approver_id="user-1"))
+        reviewer = td.Principal("tenant-a", REVIEWER, ("support_admin",))
+        own = forged_approval(host, call, principal=reviewer, approver_id=REVIEWER)
+        self.assert_invalid(host, call, own, principal=reviewer)
+        swapped = dataclasses.replace(host.approve(call), approver_id="human-reviewer-2")
+        self.assert_invalid(host, call, swapped)
+        nobody = Host()
+        nobody.dispatcher = td.Dispatcher(nobody.shop.tools())
+        self.assert_invalid(nobody, call, host.approve(call))
+        second = host.approve(call, approver_id="human-reviewer-2")
+        self.dispatches(host, call, "record", "OK fresh", approvals=[second])
+
+    def test_an_approval_lives_for_sixty_seconds_at_most_and_is_dead_at_its_expiry_second(self) -> None:
+        for ttl in (1, 30, 60):
+            with self.subTest(ttl=ttl):
+                host, call = Host(), write_call()
+                approval = host.approve(call, ttl_seconds=ttl)
+                self.assertEqual(approval.expires_at, NOW + ttl)
+                self.assert_invalid(host, call, approval, now=NOW + ttl)
+                self.assert_invalid(host, call, approval, now=NOW + ttl + 1)
+                self.dispatches(host, call, "record", "OK fresh", approvals=[approval], now=NOW + ttl - 1)
+        host, call = Host(), write_call()
+        self.assertEqual(host.approve(call).expires_at, NOW + td.APPROVAL_TTL_SECONDS)
+        self.assert_invalid(host, call, host.approve(call, now=NOW + 1))
+        for expires_at in (NOW, NOW + 61, NOW + 3_600, td.MAX_PORTABLE_UNIX_SECONDS, 0):
+            with self.subTest(fitting_digest=expires_at):
+                self.assert_invalid(host, call, forged_approval(host, call, expires_at=expires_at))
+        for expires_at in (NOW + 1, NOW + 59):
+            with self.subTest(edited=expires_at):
+                self.assert_invalid(host, call, dataclasses.replace(host.approve(call), expires_at=expires_at))
+        bad: list[dict[str, Any]] = [{"ttl_seconds": ttl} for ttl in (0, -1, 61, True, 1.5, "60", None)]
+        bad += [{"approver_id": approver} for approver in ("", None, [REVIEWER], "\n")]
+        bad += [{"now": now} for now in (True, -1, None, td.MAX_PORTABLE_UNIX_SECONDS)]
+        for options in [*bad, {"principal": None}]:
+            with self.subTest(refused=options), self.assertRaises(td.ContractError):
+                host.approve(call, **options)
+
+    def test_one_valid_approval_among_others_is_enough_and_none_at_all_is_told_apart(self) -> None:
+        host, call = Host(), write_call()
+        expired = host.approve(call, now=NOW - 60)
+        other = host.approve(write_call(call_id="call-2"))
+        self.dispatches(host, call, "approval", "APPROVAL_REQUIRED", approvals=())
+        self.dispatches(host, call, "approval", "APPROVAL_REQUIRED", approvals=[])
+        self.assert_invalid(host, call, expired, other, None, Hostile())
+        for position in range(3):
+            with self.subTest(position=position):
+                host = Host()
+                approvals: list[Any] = [expired, Hostile(), other]
+                approvals.insert(position, host.approve(call))
+                self.dispatches(host, call, "record", "OK fresh", approvals=tuple(approvals))
+                self.assertEqual(host.shop.side_effect_count, 1)
+        smuggled = {"order_ref": "ORDER-7", "reason": "damaged", "approval": "human-reviewer-1"}
+        call = bind("create_refund_draft", smuggled, idempotency_key="key-1")
+        self.dispatches(Host(), call, "input", "INVALID_ARGUMENTS", approvals=())
+
+
+class IdempotencyTests(DispatcherCase):
+    def test_a_replay_needs_no_approval_runs_nothing_and_changes_only_the_delivery(self) -> None:
+        shop = td.MockShop()
+        runs: Any = []
+        real = write_spec(shop).handler
+        host = rewired(shop, handler=lambda invocation: runs.append(invocation) or real(invocation))
+        first = self.dispatches(host, write_call(), "record", "OK fresh")
+        retry = write_call(response_id="resp-2", call_id="call-2", operation_id="op-2")
+        again = self.dispatches(host, retry, "idempotency", "OK local_replay", approvals=(), now=NOW + 500)
+        self.assertEqual((len(runs), shop.side_effect_count), (1, 1))
+        expected = plain(first["model_result"])
+        expected["execution"]["delivery"] = "local_replay"
+        self.assertEqual(td.canonical_json(again["model_result"]), td.canonical_json(expected))
+        audits = first["protected_audit"], again["protected_audit"]
+        self.assertEqual(audits[0]["downstream"], audits[1]["downstream"])
+        self.assertEqual([audit["operation_id"] for audit in audits], ["op-1", "op-2"])
+        request = audits[0]["binding"]["request_sha256"]
+        self.assertEqual(request, audits[1]["binding"]["request_sha256"])
+        self.assertRegex(status_ref(first), r"\Astatus_[0-9a-f]{32}\Z")
+        self.assertIn(status_ref(first)[7:], td.digest({"scope": list(SCOPE), "request_sha256": request}))
+
+    def test_a_replay_passes_the_gates_before_it_and_none_behind_it(self) -> None:
+        class EditedLedger(td.MemoryLedger):
+            edited = False
+
+            def find(self, scope: Any) -> td.OperationRecord | None:
+                held = super().find(scope)
+                if held is None or held.result is None or not self.edited:
+                    return held
+                data = dict(held.result.data) | {"reason": "other"}
+                return dataclasses.replace(held, result=dataclasses.replace(held.result, data=data))
+
+        ledger = EditedLedger()
+        host = rewired(ledger=ledger)
+        order = host.shop.orders["ORDER-7"]
+        first = self.dispatches(host, write_call(), "record", "OK fresh")
+        order.status = "refunded"
+        retry = write_call(call_id="call-2")
+        self.dispatches(host, retry, "idempotency", "OK local_replay", approvals=(), deadline=0, now=NOW)
+        order.owner_id = "user-2"
+        self.dispatches(host, retry, "authorization", "NOT_FOUND", approvals=())
+        self.asks(host, write_call(call_id="ask-1"), first, "authorization", "NOT_FOUND")
+        order.owner_id = "user-1"
+        self.dispatches(host, retry, "idempotency", "OK local_replay", approvals=())
+        self.asks(host, write_call(call_id="ask-2"), first, "operation", "OK local_replay")
+        ledger.edited = True
+        broken = host.dispatch(retry, approvals=())
+        self.assertEqual((broken["model_result"]["status"], data_of(broken)), ("unknown", None))
+        self.assertEqual(verdict(broken)[0], "OUTPUT_CONTRACT_VIOLATION")
+        self.assertEqual(host.shop.side_effect_count, 1)
+
+    def test_the_same_key_for_another_intent_profile_or_revision_is_a_conflict(self) -> None:
+        calls = [write_call(call_id="call-2", **change) for change in ({"reason": "other"}, *PROFILES[1:])]
+        names = ("handler_revision", "producer_revision", "effect_revision", "output_schema_revision")
+        for failure, end in (("none", "OK local_replay"), ("timeout_after_commit", "OUTCOME_UNKNOWN")):
+            ledger = td.MemoryLedger()
+            host = rewired(ledger=ledger)
+            host.shop.inject(failure)
+            first = host.dispatch(write_call())
+            for number, call in enumerate(calls):
+                with self.subTest(failure=failure, call=number):
+                    answer = self.dispatches(host, call, "idempotency", "IDEMPOTENCY_CONFLICT")
+                    self.assertIsNone(status_ref(answer))
+            for name in names:
+                with self.subTest(failure=failure, revision=name):
+                    upgraded = rewired(host.shop, ledger=ledger, **{name: "changed-v9"})
+                    call = write_call(call_id=f"{name}-1")
+                    self.dispatches(upgraded, call, "idempotency", "IDEMPOTENCY_CONFLICT")
+                    call = write_call(call_id=f"{name}-2")
+                    self.asks(upgraded, call, first, "operation", "STATUS_CONFLICT")
+            same = self.dispatches(host, write_call(call_id="same", operation_id="op-9"), "idempotency", end)
+            self.assertEqual(status_ref(same), status_ref(first))
+            self.assertEqual(host.shop.side_effect_count, 1)
+
+    def test_a_key_is_scoped_by_tenant_subject_and_tool(self) -> None:
+        host = Host()
+        twin = dataclasses.replace(write_spec(host.shop), name="create_second_draft")
+        host.dispatcher = td.Dispatcher([*host.shop.tools(), twin], approvers=frozenset({REVIEWER}))
+        arguments = {"order_ref": "ORDER-7", "reason": "damaged"}
+        work: list[tuple[td.Principal, td.ToolCall]] = [
+            (USER, write_call()),
+            (USER, write_call(call_id="call-2", idempotency_key="key-2")),
+            (USER, write_call(call_id="call-3", idempotency_key="KEY-1")),
+            (USER, bind("create_second_draft", arguments, call_id="call-4", idempotency_key="key-1")),
+            (td.Principal("tenant-a", "user-2", ("support_admin",)), write_call()),
+            (td.Principal("tenant-b", "user-1", ()), write_call("ORDER-9")),
+        ]
+        references = set()
+        for number, (principal, call) in enumerate(work, 1):
+            with self.subTest(number=number):
+                answer = self.dispatches(host, call, "record", "OK fresh", principal=principal)
+                self.assertEqual(data_of(answer)["draft_id"], f"DRAFT-{number}")
+                references.add(status_ref(answer))
+        self.assertEqual((host.shop.side_effect_count, len(references)), (6, 6))
+        for principal, call in work:
+            self.dispatches(host, call, "idempotency", "OK local_replay", principal=principal, approvals=())
+
+    def test_an_operation_that_may_have_run_is_never_run_again(self) -> None:
+        def raising(failure: BaseException) -> Callable[[Any], Any]:
+            def fail(result: Any) -> Any:
+                raise failure
+
+            return fail
+
+        violation = ("output", "OUTPUT_CONTRACT_VIOLATION")
+
+        def returning(**changes: Any) -> Callable[[Any], Any]:
+            return lambda result: dataclasses.replace(result, **changes)
+
+        extra = DRAFT | {"status": "done"}
+        table: list[tuple[Any, Any, Any]] = [
+            (raising(RuntimeError("lost")), td.MemoryLedger, ("handler", "OUTCOME_UNKNOWN")),
+            (raising(td.HostContextError("lost")), td.MemoryLedger, ("handler", "OUTCOME_UNKNOWN")),
+            (raising(RecursionError()), td.MemoryLedger, ("handler", "OUTCOME_UNKNOWN")),
+            (raising(KeyboardInterrupt()), td.MemoryLedger, KeyboardInterrupt),
+            (raising(SystemExit(3)), td.MemoryLedger, SystemExit),
+            (returning(data=extra), td.MemoryLedger, violation),
+            (returning(producer_revision="v9"), td.MemoryLedger, violation),
+            (lambda result: None, td.MemoryLedger, violation),
+            (lambda result: result.data, td.MemoryLedger, violation),
+            (lambda result: result, BrokenLedger, ("record", "OUTCOME_UNKNOWN")),
+            (raising(td.NotStarted("RATE_LIMIT")), BrokenLedger, ("handler", "OUTCOME_UNKNOWN")),
+        ]
+        for number, (after, new_ledger, end) in enumerate(table):
+            with self.subTest(number=number):
+                shop, ledger = td.MockShop(), new_ledger()
+                real = write_spec(shop).handler
+                host = rewired(shop, ledger=ledger, handler=lambda call, real=real, after=after: after(real(call)))
+                if isinstance(end, tuple):
+                    first = self.dispatches(host, write_call(), *end)
+                    self.assertEqual(status_ref(first), ledger.find(SCOPE).status_ref)
+                else:
+                    with self.assertRaises(end):
+                        host.dispatch(write_call())
+                for attempt in range(2):
+                    retry = write_call(call_id=f"retry-{attempt}", operation_id="op-2")
+                    answer = self.dispatches(host, retry, "idempotency", "OUTCOME_UNKNOWN")
+                    self.assertEqual(status_ref(answer), ledger.find(SCOPE).status_ref)
+                other = write_call(reason="other", call_id="other")
+                self.dispatches(host, other, "idempotency", "IDEMPOTENCY_CONFLICT")
+                self.assertEqual((ledger.find(SCOPE).state, shop.side_effect_count), ("pending", 1))
+
+    def test_a_handler_that_proves_nothing_happened_frees_the_key(self) -> None:
+        for code in ("TIMEOUT_BEFORE_EXECUTE", "RATE_LIMIT", "TOOL_ERROR", "BUSINESS_RULE_VIOLATION"):
+            with self.subTest(code=code):
+                shop = td.MockShop()
+                real = write_spec(shop).handler
+                failures = [td.NotStarted(code)]
+
+                def handler(invocation: td.Invocation, real: Any = real, failures: Any = failures) -> Any:
+                    if failures:
+                        raise failures.pop()
+                    return real(invocation)
+
+                host = rewired(shop, handler=handler)
+                first = self.dispatches(host, write_call(), "handler", code)
+                self.assertIsNotNone(status_ref(first))
+                known = self.asks(host, write_call(call_id="ask-1"), first, "operation", code)
+                self.assertEqual(verdict(known)[1], "not_started")
+                self.dispatches(host, write_call(), "approval", "APPROVAL_REQUIRED", approvals=())
+                other = write_call(reason="other", call_id="other")
+                self.dispatches(host, other, "record", "OK fresh")
+                self.asks(host, write_call(call_id="ask-2"), first, "operation", code)
+                self.assertEqual(shop.side_effect_count, 1)
+                host = rewired(ledger=None, handler=handler)
+                failures.append(td.NotStarted(code))
+                first = self.dispatches(host, write_call(), "handler", code)
+                second = self.dispatches(host, write_call(call_id="retry"), "record", "OK fresh")
+                self.assertEqual(status_ref(first), status_ref(second))
+                self.asks(host, write_call(call_id="ask"), first, "operation", "OK local_replay")
+                self.assertEqual(shop.side_effect_count, 2)
+                read = own_tool(handler=lambda invocation, code=code: (_ for _ in ()).throw(td.NotStarted(code)))
+                self.assertIsNone(status_ref(self.dispatches(Host([read]), own_call(), "handler", code)))
+        ledger, tokens, waiting = td.MemoryLedger(), set(), [write_call(call_id="inner")]
+
+        def refused(invocation: td.Invocation) -> Any:
+            held: Any = ledger.find(SCOPE)
+            tokens.add(held.token)
+            raise td.NotStarted("RATE_LIMIT")
+
+        def overtaken(principal: Any, arguments: Any) -> bool:
+            if waiting:
+                self.dispatches(host, waiting.pop(), "handler", "RATE_LIMIT")
+            return True
+
+        host = rewired(ledger=ledger, handler=refused, business_rule=overtaken)
+        self.dispatches(host, write_call(), "handler", "RATE_LIMIT")
+        for restarted in (rewired(ledger=ledger, handler=refused), rewired(ledger=ledger, handler=refused)):
+            for _ in range(2):
+                self.dispatches(restarted, write_call(), "handler", "RATE_LIMIT")
+        self.assertEqual(len(tokens), 6)
+        for failure, code in (
+            ("timeout_before_execute", "TIMEOUT_BEFORE_EXECUTE"),
+            ("rate_limit", "RATE_LIMIT"),
+            ("tool_error", "TOOL_ERROR"),
+        ):
+            with self.subTest(injected=failure):
+                host = Host()
+                host.shop.inject(failure)
+                self.dispatches(host, write_call(), "handler", code)
+                self.assertEqual(host.shop.side_effect_count, 0)
+                self.dispatches(host, write_call(call_id="retry"), "record", "OK fresh")
+                host.shop.inject(failure)
+                self.dispatches(host, read_call(call_id="read-1"), "handler", code)
+                host.shop.inject(failure)
+                host.shop.inject("none")
+                self.dispatches(host, read_call(call_id="read-2"), "record", "OK fresh")
+                with self.assertRaises(ValueError):
+                    host.shop.inject("no_such_failure")
+
+    def test_what_a_handler_raised_is_logged_for_the_host_and_never_packed(self) -> None:
+        unknown: list[Any] = ["OK", "NOT_FOUND", "OUTCOME_UNKNOWN", "rate_limit", "", None, ["RATE_LIMIT"], {}, 7]
+        alike = type("AlsoNotStarted", (Exception,), {"code": "RATE_LIMIT"})
+        failures: list[Exception] = [RuntimeError("card 4111 declined"), OSError(4111, "lost"), alike("card 4111")]
+
+        def failing(failure: Any) -> Callable[[td.Invocation], td.HandlerResult]:
+            def handler(invocation: td.Invocation) -> td.HandlerResult:
+                raise td.NotStarted(failure[0]) if isinstance(failure, tuple) else failure
+
+            return handler
+
+        for number, failure in enumerate([*failures, *((code,) for code in unknown)]):
+            for effect, code in (("read", "TOOL_ERROR"), ("write", "OUTCOME_UNKNOWN")):
+                with self.subTest(number=number, effect=effect):
+                    host = Host([own_tool(effect=effect, handler=failing(failure))])
+                    call = own_call(idempotency_key="key-1")
+                    with self.assertLogs("tool_dispatcher") as logs:
+                        answer = self.dispatches(host, call, "handler", code)
+                    self.assertEqual("4111" in "\n".join(logs.output), number < len(failures))
+                    self.assertNotIn("4111", json.dumps(answer))
+                    if effect == "write":
+                        self.dispatches(host, call, "idempotency", "OUTCOME_UNKNOWN")
+        for interrupt in (KeyboardInterrupt(), SystemExit(3)):
+            with self.subTest(interrupt=interrupt), self.assertRaises(type(interrupt)):
+                Host([own_tool(handler=failing(interrupt))]).dispatch(own_call())
+        broken = own_tool(handler=lambda invocation: own_result(data={"done": 1}))
+        self.dispatches(Host([broken]), own_call(), "output", "OUTPUT_CONTRACT_VIOLATION")
+
+    def test_the_order_must_be_paid_at_the_gate_and_at_the_commit(self) -> None:
+        for status in ("refunded", "pending"):
+            with self.subTest(status=status):
+                shop = td.MockShop()
+                real = write_spec(shop).handler
+                host, call = Host(), write_call()
+                approval = host.approve(call)
+                host.shop.orders["ORDER-7"].status = status
+                self.dispatches(host, call, "business_state", "BUSINESS_RULE_VIOLATION", approvals=[approval])
+                self.assertEqual(host.shop.side_effect_count, 0)
+
+                def overtaken(invocation: Any, shop: Any = shop, real: Any = real, status: str = status) -> Any:
+                    shop.orders["ORDER-7"].status = status
+                    return real(invocation)
+
+                host = rewired(shop, handler=overtaken)
+                self.dispatches(host, call, "handler", "BUSINESS_RULE_VIOLATION", approvals=[host.approve(call)])
+                self.assertEqual(shop.side_effect_count, 0)
+                shop.orders["ORDER-7"].status = "paid"
+                host = rewired(shop)
+                self.dispatches(host, call, "record", "OK fresh")
+                self.assertEqual(shop.side_effect_count, 1)
+
+
+class LedgerTests(DispatcherCase):
+    def test_the_scope_is_reserved_before_the_handler_runs(self) -> None:
+        shop, ledger = td.MockShop(), td.MemoryLedger()
+        real = write_spec(shop).handler
+
+        def handler(invocation: Any) -> td.HandlerResult:
+            held: Any = ledger.find(SCOPE)
+            self.assertIsNotNone(held)
+            self.assertEqual((held.state, held.reserved_at, held.result), ("pending", NOW, None))
+            self.assertEqual((held.status_ref, held.request_sha256), (invocation.status_ref, invocation.request_sha256))
+            self.assertEqual(ledger.find_by_status_ref(invocation.status_ref), held)
+            self.assertEqual(
+                (invocation.principal, plain(invocation.arguments), invocation.operation_id),
+                (USER, {"order_ref": "ORDER-7", "reason": "damaged"}, "op-1"),
+            )
+            self.assertEqual((invocation.idempotency_key, invocation.timeout_ms, invocation.now), ("key-1", 800, NOW))
+            self.dispatches(host, write_call(call_id="inside"), "idempotency", "OUTCOME_UNKNOWN")
+            return real(invocation)
+
+        host = rewired(shop, ledger=ledger, handler=handler)
+        run_together(lambda: self.dispatches(host, write_call(), "record", "OK fresh"))
+        settled: Any = ledger.find(SCOPE)
+        self.assertEqual((shop.side_effect_count, settled.state), (1, "succeeded"))
+        for inner, failure, end in (
+            (write_call(call_id="inner"), "none", "OK local_replay"),
+            (write_call(call_id="inner"), "timeout_after_commit", "OUTCOME_UNKNOWN"),
+            (write_call(call_id="inner", reason="other"), "none", "IDEMPOTENCY_CONFLICT"),
+        ):
+            with self.subTest(overtaken_after_the_idempotency_gate=end):
+                shop = td.MockShop()
+                waiting = [(inner, failure)]
+                hosts: list[Host] = []
+
+                def overtaken(
+                    principal: Any, arguments: Any, hosts: list[Host] = hosts, waiting: Any = waiting
+                ) -> bool:
+                    if waiting:
+                        call, failure = waiting.pop()
+                        hosts[0].shop.inject(failure)
+                        hosts[0].dispatch(call)
+                    return True
+
+                host = rewired(shop, business_rule=overtaken)
+                hosts.append(host)
+                run_together(functools.partial(self.dispatches, host, write_call(), "reservation", end))
+                self.assertEqual(shop.side_effect_count, 1)
+
+    def test_threads_with_one_key_cause_one_side_effect(self) -> None:
+        shop = td.MockShop()
+        started, go_on = threading.Event(), threading.Event()
+        real = write_spec(shop).handler
+
+        def slow(invocation: td.Invocation) -> td.HandlerResult:
+            started.set()
+            go_on.wait(WAIT)
+            return real(invocation)
+
+        def second() -> None:
+            try:
+                self.assertTrue(started.wait(WAIT))
+                self.dispatches(host, write_call(call_id="call-2"), "idempotency", "OUTCOME_UNKNOWN")
+            finally:
+                go_on.set()
+
+        host = rewired(shop, handler=slow)
+        run_together(lambda: self.dispatches(host, write_call(), "record", "OK fresh"), second)
+        self.dispatches(host, write_call(call_id="call-3"), "idempotency", "OK local_replay", approvals=())
+        self.assertEqual(shop.side_effect_count, 1)
+        crowd = 16
+        barrier = threading.Barrier(crowd)
+        crowded = rewired(business_rule=lambda principal, arguments: barrier.wait(WAIT) >= 0)  # all are past gate 7
+
+        def one(number: int) -> tuple[str, str]:
+            trace: list[Any] = []
+            call = write_call(response_id=f"resp-{number}", call_id=f"call-{number}", operation_id=f"op-{number}")
+            answer = crowded.dispatch(call, trace=trace)
+            self.assertEqual(td.validate_result(USER, call, crowded.spec(call), answer), [])
+            gate, end = trace[-1]
+            return gate, end
+
+        ends = collections.Counter(run_together(*(functools.partial(one, number) for number in range(crowd))))
+        self.assertEqual(ends[("record", "OK fresh")], 1)
+        self.assertEqual(ends[("reservation", "OK local_replay")] + ends[("reservation", "OUTCOME_UNKNOWN")], crowd - 1)
+        self.assertEqual(crowded.shop.side_effect_count, 1)
+
+    def test_threads_with_keys_of_their_own_lose_nothing(self) -> None:
+        interval = sys.getswitchinterval()
+        self.addCleanup(sys.setswitchinterval, interval)
+        sys.setswitchinterval(1e-6)
+        host, crowd, each = Host(), 16, 4
+        barrier = threading.Barrier(crowd)
+
+        def work(number: int, gate: str, end: str) -> list[str]:
+            drafts: list[str] = []
+            barrier.wait(WAIT)
+            for turn in range(each):
+                name = f"{number}-{turn}"
+                call = write_call(call_id=f"{gate}-{name}", operation_id=f"op-{name}", idempotency_key=f"key-{name}")
+                answer = self.dispatches(host, call, gate, end)
+                drafts.append(data_of(answer)["draft_id"])
+            return drafts
+
+        fresh = run_together(*(functools.partial(work, n, "record", "OK fresh") for n in range(crowd)))
+        self.assertEqual(host.shop.side_effect_count, crowd * each)
+        numbers = {f"DRAFT-{number}" for number in range(1, crowd * each + 1)}
+        self.assertEqual({draft for drafts in fresh for draft in drafts}, numbers)
+        replayed = run_together(*(functools.partial(work, n, "idempotency", "OK local_replay") for n in range(crowd)))
+        self.assertEqual(replayed, fresh)
+        self.assertEqual(host.shop.side_effect_count, crowd * each)
+
+    def test_the_first_writer_wins_when_a_query_reconciles_a_running_handler(self) -> None:
+        for late_failure in (None, td.NotStarted("TOOL_ERROR"), RuntimeError("late")):
+            with self.subTest(late_failure=late_failure):
+                shop = td.MockShop()
+                real = write_spec(shop).handler
+
+                hosts: list[Host] = []
+
+                def handler(
+                    invocation: Any, real: Any = real, late: Any = late_failure, hosts: list[Host] = hosts
+                ) -> Any:
+                    result = real(invocation)
+                    asked = {
+                        "status_ref": invocation.status_ref, "expected_request_sha256": invocation.request_sha256,
+                    }  # fmt: skip
+                    self.asks(hosts[0], write_call(call_id="ask"), None, "record", "OK receipt_reconciled", **asked)
+                    if late:
+                        raise late
+                    return dataclasses.replace(result, resource_revision="late-r9")
+
+                host = rewired(shop, handler=handler)
+                hosts.append(host)
+                first = run_together(functools.partial(host.dispatch, write_call()))[0]
+                self.assertEqual(td.validate_result(USER, write_call(), host.spec(write_call()), first), [])
+                if late_failure is None:
+                    self.assertEqual(verdict(first)[:2], ("OK", "committed"))
+                    self.assertEqual(first["model_result"]["provenance"]["resource_revision"], "draft-1-r1")
+                retry = write_call(call_id="retry")
+                again = self.dispatches(host, retry, "idempotency", "OK local_replay", approvals=())
+                self.assertEqual(again["model_result"]["provenance"]["resource_revision"], "draft-1-r1")
+                self.assertEqual(shop.side_effect_count, 1)
+        ledger = td.MemoryLedger()
+        started: list[str] = []
+
+        def forgotten(invocation: Any) -> td.HandlerResult:
+            started.append(invocation.operation_id)
+            if len(started) == 2:
+                raise RuntimeError("lost")
+            held: Any = ledger.find(SCOPE)
+            ledger.complete(held, own_result())
+            ledger.forget(NOW + 1)
+            self.dispatches(host, write_call(call_id="newer"), "handler", "OUTCOME_UNKNOWN")
+            return real(invocation)
+
+        shop = td.MockShop()
+        real = write_spec(shop).handler
+        host = rewired(shop, ledger=ledger, handler=forgotten)
+        host.dispatch(write_call())
+        newer: Any = ledger.find(SCOPE)
+        self.assertEqual((len(started), newer.state), (2, "pending"))
+        shop, ledger = td.MockShop(), td.MemoryLedger()
+        lookup: Any = write_spec(shop).find_receipt
+
+        def overtaken(query: td.ReceiptQuery) -> td.Receipt:
+            receipt: td.Receipt = lookup(query)
+            held: Any = ledger.find(SCOPE)
+            self.assertIsNotNone(held)
+            ledger.complete(held, dataclasses.replace(receipt.result, resource_revision="first-r1"))
+            return receipt
+
+        host = rewired(shop, ledger=ledger, find_receipt=overtaken)
+        shop.inject("timeout_after_commit")
+        unknown = self.dispatches(host, write_call(), "handler", "OUTCOME_UNKNOWN")
+        answer = host.query(write_call(call_id="ask"), unknown)
+        self.assertEqual(verdict(answer)[:2], ("OK", "committed"))
+        self.assertEqual(answer["model_result"]["provenance"]["resource_revision"], "first-r1")
+        again = self.dispatches(host, write_call(), "idempotency", "OK local_replay", approvals=())
+        self.assertEqual(again["model_result"]["provenance"]["resource_revision"], "first-r1")
+
+    def test_the_memory_ledger_keeps_to_its_protocol_and_forgets_only_when_told(self) -> None:
+        ledger: Any = td.MemoryLedger()
+        identity = ("tenant-a", "user-1", "openai", "responses", "resp-1", "call-1")
+        self.assertIs(ledger.bind_call(identity, "a" * 64, now=NOW), True)
+        self.assertIs(ledger.bind_call(identity, "a" * 64, now=NOW + 1), True)
+        self.assertIs(ledger.bind_call(identity, "b" * 64, now=NOW + 1), False)
+        self.assertIs(ledger.bind_call(identity, "a" * 64, now=NOW + 2), True)
+        first, newer = operation(), operation(token="token-newer")
+        self.assertEqual((ledger.find(first.scope), ledger.find_by_status_ref(first.status_ref)), (None, None))
+        for use, outcome in ((ledger.complete, own_result()), (ledger.release, "RATE_LIMIT")):
+            with self.assertRaises(td.LedgerStateError):
+                use(first, outcome)
+        self.assertIsNone(ledger.reserve(first))
+        self.assertEqual(ledger.find(first.scope), first)
+        self.assertEqual(ledger.reserve(newer), first)
+        self.assertEqual(ledger.release(first, "RATE_LIMIT").state, "not_started")
+        self.assertEqual(ledger.find_by_status_ref(first.status_ref).code, "RATE_LIMIT")
+        self.assertIsNone(ledger.reserve(newer))
+        for stale, outcome in ((ledger.complete, own_result()), (ledger.release, "TOOL_ERROR")):
+            with contextlib.suppress(td.LedgerStateError):
+                stale(first, outcome)
+            self.assertEqual(ledger.find(first.scope), newer)
+            self.assertEqual(ledger.find_by_status_ref(first.status_ref), newer)
+        done = ledger.complete(newer, own_result(request_id="first"))
+        self.assertEqual((done.state, done.result), ("succeeded", own_result(request_id="first")))
+        self.assertEqual(ledger.complete(newer, own_result(request_id="second")), done)
+        self.assertEqual(ledger.release(newer, "RATE_LIMIT"), done)
+        self.assertEqual(ledger.reserve(operation(token="token-late")), done)
+        self.assertEqual((ledger.find(first.scope), ledger.find_by_status_ref(first.status_ref)), (done, done))
+        ages = {2: NOW - 1, 3: NOW, 4: NOW - 1, 5: NOW - 1}
+        aged = {number: operation(number, reserved_at=reserved_at) for number, reserved_at in ages.items()}
+        for record in aged.values():
+            self.assertIsNone(ledger.reserve(record))
+        for number in (2, 3):
+            ledger.complete(aged[number], own_result())
+        ledger.release(aged[5], "RATE_LIMIT")
+        ledger.forget(NOW)
+        kept = {number for number in (1, 2, 3, 4, 5) if ledger.find_by_status_ref(operation(number).status_ref)}
+        self.assertEqual(kept, {1, 3, 4})
+        self.assertIsNone(ledger.find(operation(2).scope))
+        self.assertIsNone(ledger.reserve(operation(2)))
+        ledger.forget(NOW + 1)
+        kept = {number for number in (1, 2, 3, 4, 5) if ledger.find_by_status_ref(operation(number).status_ref)}
+        self.assertEqual(kept, {2, 4})
+
+    def test_a_full_ledger_refuses_new_work_before_any_side_effect_and_still_answers_for_the_old(self) -> None:
+        with mock.patch.object(td, "MAX_LEDGER_ENTRIES", 3):
+            ledger: Any = td.MemoryLedger()
+            for number in range(3):
+                self.assertIsNone(ledger.reserve(operation(number)))
+                self.assertTrue(ledger.bind_call((f"call-{number}",), "a", now=NOW))
+            with self.assertRaises(td.LedgerCapacityError):
+                ledger.reserve(operation(3))
+            with self.assertRaises(td.LedgerCapacityError):
+                ledger.bind_call(("call-3",), "a", now=NOW)
+            self.assertEqual(ledger.reserve(operation(0)), operation(0))
+            self.assertTrue(ledger.bind_call(("call-0",), "a", now=NOW))
+            self.assertFalse(ledger.bind_call(("call-0",), "b", now=NOW))
+
+            host = Host()
+            calls = [write_call(call_id=f"call-{n}", idempotency_key=f"key-{n}") for n in range(3)]
+            host.dispatch(calls[0])
+            host.shop.inject("timeout_after_commit")
+            unknown = host.dispatch(calls[1])
+            host.dispatch(calls[2])
+            for new in (write_call(call_id="new", idempotency_key="new"), read_call(call_id="new")):
+                with self.assertRaises(td.LedgerCapacityError):
+                    host.dispatch(new)
+            retry = write_call(call_id="again", idempotency_key="key-0")
+            self.dispatches(host, retry, "idempotency", "OK local_replay", approvals=())
+            retry = write_call(call_id="again-1", idempotency_key="key-1")
+            self.dispatches(host, retry, "idempotency", "OUTCOME_UNKNOWN")
+            ask = write_call(call_id="ask", idempotency_key="key-1")
+            self.asks(host, ask, unknown, "record", "OK receipt_reconciled")
+            self.dispatches(host, calls[1], "idempotency", "OK local_replay", approvals=())
+            self.assertEqual(host.shop.side_effect_count, 3)
+
+            ledger = td.MemoryLedger()
+            for number in range(3):
+                ledger.reserve(operation(number))
+            host = rewired(ledger=ledger)
+            with self.assertRaises(td.LedgerCapacityError):
+                host.dispatch(write_call())
+            self.assertEqual(host.shop.side_effect_count, 0)
+            self.dispatches(host, read_call(call_id="call-2"), "record", "OK fresh")
+            ledger.complete(operation(0), own_result())
+            with self.assertRaises(td.LedgerCapacityError):
+                host.dispatch(write_call())
+            ledger.forget(NOW + 1)
+            self.dispatches(host, write_call(), "record", "OK fresh")
+
+
+class StatusQueryTests(DispatcherCase):
+    def test_only_a_query_with_a_receipt_reconciles_and_without_one_unknown_stays_unknown(self) -> None:
+        host = Host()
+        host.shop.inject("timeout_after_commit")
+        unknown = self.dispatches(host, write_call(), "handler", "OUTCOME_UNKNOWN")
+        self.dispatches(host, write_call(call_id="retry"), "idempotency", "OUTCOME_UNKNOWN")
+        found = self.asks(host, write_call(call_id="ask-1"), unknown, "record", "OK receipt_reconciled")
+        self.assertEqual(data_of(found), DRAFT)
+        self.assertIsNotNone(found["protected_audit"]["downstream"]["receipt_id"])
+        self.assertEqual(status_ref(found), status_ref(unknown))
+        again = self.asks(host, write_call(call_id="ask-2"), unknown, "operation", "OK local_replay")
+        replay = self.dispatches(host, write_call(call_id="retry"), "idempotency", "OK local_replay", approvals=())
+        for later in (again, replay):
+            self.assertEqual(data_of(later), DRAFT)
+            self.assertEqual(later["model_result"]["provenance"], found["model_result"]["provenance"])
+        self.assertEqual(host.shop.side_effect_count, 1)
+        for find_receipt in (None, lambda query: None, refuses_everything, "the shop has none"):
+            with self.subTest(find_receipt=repr(find_receipt)[:20]):
+                changes: dict[str, Any] = {} if isinstance(find_receipt, str) else {"find_receipt": find_receipt}
+                host = rewired(**changes)
+                host.shop.inject("timeout_after_commit_receipt_unavailable" if not changes else "timeout_after_commit")
+                unknown = self.dispatches(host, write_call(), "handler", "OUTCOME_UNKNOWN")
+                for number in range(2):
+                    ask = write_call(call_id=f"ask-{number}")
+                    still = self.asks(host, ask, unknown, "receipt", "OUTCOME_UNKNOWN")
+                    self.assertEqual(status_ref(still), status_ref(unknown))
+                self.dispatches(host, write_call(), "idempotency", "OUTCOME_UNKNOWN")
+                self.assertEqual(host.shop.side_effect_count, 1)
+
+    def test_a_receipt_that_does_not_fit_the_operation_is_a_conflict(self) -> None:
+        def result(**changes: Any) -> Callable[[td.Receipt], Any]:
+            return lambda receipt: dataclasses.replace(receipt, result=dataclasses.replace(receipt.result, **changes))
+
+        def fields(**changes: Any) -> Callable[[td.Receipt], Any]:
+            return lambda receipt: dataclasses.replace(receipt, **changes)
+
+        table: list[Callable[[td.Receipt], Any]] = [
+            fields(status_ref=NO_REFERENCE),
+            fields(status_ref=None),
+            fields(status_ref=[NO_REFERENCE]),
+            fields(request_sha256=ZEROS),
+            fields(request_sha256=Hostile()),
+            fields(result=None),
+            fields(result=DRAFT),
+            lambda receipt: receipt.result,
+            lambda receipt: {"status_ref": receipt.status_ref},
+            lambda receipt: True,
+            result(producer_revision="refunds-mock-v3"),
+            result(receipt_id=None),
+            result(receipt_id=""),
+            result(observed_at="2026-02-30T00:00:00Z"),
+            result(data={}),
+            result(data=DRAFT | {"status": "done"}),
+            result(data=DRAFT | {"reason": "other"}),
+            result(data=DRAFT | {"order_ref": "ORDER-8"}),
+            result(data=DRAFT | {"draft_id": "Bearer abcdefghijklmnop"}),
+            result(data=None),
+            result(data=nested(10_000)),
+        ]
+        for number, change in enumerate(table):
+            with self.subTest(number=number):
+                shop = td.MockShop()
+                lookup: Any = write_spec(shop).find_receipt
+                host = rewired(shop, find_receipt=lambda query, lookup=lookup, change=change: change(lookup(query)))
+                shop.inject("timeout_after_commit")
+                unknown = self.dispatches(host, write_call(), "handler", "OUTCOME_UNKNOWN")
+                answer = self.asks(host, write_call(call_id="ask"), unknown, "receipt", "STATUS_CONFLICT")
+                self.assertIsNone(status_ref(answer))
+                self.dispatches(host, write_call(), "idempotency", "OUTCOME_UNKNOWN")
+                self.assertEqual(shop.side_effect_count, 1)
+
+    def test_a_query_must_name_the_operation_it_asks_about_in_every_respect(self) -> None:
+        for failure, gate, end in (
+            ("none", "operation", "OK local_replay"),
+            ("rate_limit", "operation", "RATE_LIMIT"),
+            ("timeout_after_commit", "record", "OK receipt_reconciled"),
+        ):
+            seen: Any = []
+            shop = td.MockShop()
+            lookup: Any = write_spec(shop).find_receipt
+            host = rewired(shop, find_receipt=lambda query, seen=seen, find=lookup: seen.append(query) or find(query))
+            shop.inject(failure)
+            about = host.dispatch(write_call())
+            second = host.dispatch(write_call(call_id="second", idempotency_key="key-2"))
+            count = shop.side_effect_count
+            other_intent = write_call(reason="other", call_id="ask-4")
+            other_digest = td.request_digest(USER, other_intent, host.dispatcher.registry["create_refund_draft"])
+            table: list[tuple[td.ToolCall, dict[str, Any]]] = [
+                (write_call(call_id="ask-1", idempotency_key="key-2"), {}),
+                (write_call(call_id="ask-2", idempotency_key=None), {}),
+                (write_call(call_id="ask-3", reason="other"), {}),
+                (other_intent, {"expected_request_sha256": other_digest}),
+                (write_call(call_id="ask-5"), {"expected_request_sha256": other_digest}),
+                (write_call(call_id="ask-6"), {"expected_request_sha256": ZEROS}),
+                (write_call(call_id="ask-7"), {"status_ref": status_ref(second)}),
+                (write_call(call_id="ask-8", **PROFILES[1]), {}),
+                (write_call(call_id="ask-9", **PROFILES[2]), {}),
+                (read_call(call_id="ask-10", idempotency_key="key-1"), {}),
+            ]
+            for number, (call, options) in enumerate(table, 1):
+                with self.subTest(failure=failure, number=number):
+                    answer = self.asks(host, call, about, "operation", "STATUS_CONFLICT", **options)
+                    self.assertIsNone(status_ref(answer))
+            self.assertEqual(seen, [])
+            late = write_call(call_id="ask-now", response_id="resp-2", operation_id="op-2")
+            answer = self.asks(host, late, about, gate, end, now=NOW + 500)
+            self.assertEqual(status_ref(answer), status_ref(about))
+            for query in seen:
+                self.assertEqual((query.principal, query.idempotency_key, query.now), (USER, "key-1", NOW + 500))
+                self.assertEqual((query.status_ref, plain(query.arguments)), (status_ref(about), late.arguments))
+            self.assertEqual(len(seen), 1 if gate == "record" else 0)
+            shop.orders["ORDER-7"].owner_id = "user-2"
+            self.asks(host, write_call(call_id="ask-late"), about, "authorization", "NOT_FOUND")
+            self.assertEqual(shop.side_effect_count, count)
+
+
+# --------------------------------------------------------------------------------------------------
+# Handler output
+# --------------------------------------------------------------------------------------------------
+
+
+TOKEN = "eyJhbGciOiJIUzI1NiJ9.eyJzdWIiOiIxIn0.c2lnbmF0dXJl"
+VIOLATION = ("OUTPUT_CONTRACT_VIOLATION", "unknown", "fresh")
+FREE = {"free": td.FieldRule(dict)}  # a dict without `fields` takes anything portable
+
+
+def probe(output: Mapping[str, td.FieldRule], handler: Any = None, **changes: Any) -> td.ToolSpec:
+    """The reader's own tool with a number as argument, these output fields, and limits that leave them room."""
+    said = {"arguments": {"n": td.FieldRule(int)}, "output": output, "max_output_bytes": 65_536, "max_output_depth": 30}
+    return own_tool(**said | ({"handler": handler} if handler else {}) | changes)
+
+
+def probe_call(**changes: Any) -> td.ToolCall:
+    return bind("own_tool", {"n": 1}, **changes)
+
+
+def output_errors(data: Any, output: Mapping[str, td.FieldRule] = FREE, **changes: Any) -> list[str]:
+    """What the output contract says to `data` from an otherwise valid result; `changes` go to the spec."""
+    return td.validate_handler_result(probe(output, **changes), probe_call(), own_result(data=data))
+
+
+class HandlerOutputTests(unittest.TestCase):
+    def assert_refused(self, found: list[str]) -> None:
+        self.assertIsInstance(found, list)
+        self.assertTrue(found)
+        self.assertTrue(all(type(error) is str and error for error in found), found)
+
+    def test_only_a_handler_result_itself_is_accepted(self) -> None:
+        class Lookalike(td.HandlerResult):
+            pass
+
+        async def later() -> td.HandlerResult:
+            return own_result(data={"free": {}})
+
+        good = own_result(data={"free": {}})
+        fields = {field.name: getattr(good, field.name) for field in dataclasses.fields(good)}
+        self.assertEqual(td.validate_handler_result(probe(FREE), probe_call(), good), [])
+        coroutine = later()
+        self.addCleanup(coroutine.close)
+        receipt = td.Receipt(NO_REFERENCE, "0" * 64, good)
+        wrong: list[Any] = [None, {}, fields, good.data, [good], (good,), "ok", td.HandlerResult, receipt, coroutine]
+        wrong.append(Lookalike(**fields))
+        for result in wrong:
+            with self.subTest(result=type(result).__name__):
+                self.assert_refused(td.validate_handler_result(probe(FREE), probe_call(), result))
+                package = Host([probe(FREE, lambda invocation, result=result: result)]).dispatch(probe_call())
+                self.assertEqual(verdict(package), VIOLATION)
+
+    def test_producer_revision_and_identifiers_are_the_declared_and_bounded_ones(self) -> None:
+        spec, call = probe(FREE), probe_call()
+        for value in (
+            "own-producer-v2",
+            "OWN-PRODUCER-V1",
+            "own-producer-v1 ",
+            "",
+            None,
+            1,
+            ["own-producer-v1"],
+        ):
+            with self.subTest(producer_revision=value):
+                result = own_result(data={"free": {}}, producer_revision=value)
+                self.assert_refused(td.validate_handler_result(spec, call, result))
+        unbounded: list[Any] = ["", "  ", "x" * 256, "a\nb", "a\x00", "a\u202eb", "\ud800", 1, True, b"x", ["x"], {}]
+        for field in ("resource_revision", "request_id", "receipt_id"):
+            for value in (None, "x", "x" * 255):
+                with self.subTest(field=field, good=value):
+                    result = own_result(data={"free": {}}, **{field: value})
+                    self.assertEqual(td.validate_handler_result(spec, call, result), [])
+            for bad in unbounded:
+                with self.subTest(field=field, bad=bad):
+                    result = own_result(data={"free": {}}, **{field: bad})
+                    self.assert_refused(td.validate_handler_result(spec, call, result))
+
+    def test_observed_at_is_a_real_second_in_the_one_utc_form(self) -> None:
+        good = ["1970-01-01T00:00:00Z", "2024-02-29T23:59:59Z", "2000-02-29T12:00:00Z", "9999-12-31T23:59:59Z"]
+        bad: list[Any] = [
+            "2026-02-30T00:00:00Z",
+            "2025-02-29T00:00:00Z",
+            "1900-02-29T00:00:00Z",
+            "2026-13-01T00:00:00Z",
+            "2026-00-01T00:00:00Z",
+            "2026-01-00T00:00:00Z",
+            "2026-01-32T00:00:00Z",
+            "2026-01-01T24:00:00Z",
+            "2026-01-01T00:60:00Z",
+            "2026-01-01T00:00:60Z",
+            "0000-01-01T00:00:00Z",
+            "2026-01-01T00:00:00z",
+            "2026-01-01t00:00:00Z",
+            "2026-01-01 00:00:00Z",
+            "2026-01-01T00:00:00",
+            "2026-01-01T00:00:00+00:00",
+            "2026-01-01T00:00:00.0Z",
+            "2026-01-01T00:00Z",
+            "2026-1-01T00:00:00Z",
+            "20260101T000000Z",
+            "2026-01-01T00:00:00Z\n",
+            " 2026-01-01T00:00:00Z",
+            "\uff12026-01-01T00:00:00Z",
+            "2026-01-01T00:00:0\u0660Z",
+            "",
+            None,
+            1_767_225_600,
+            ["2026-01-01T00:00:00Z"],
+        ]
+        for value in good + bad:
+            with self.subTest(observed_at=value):
+                found = td.validate_handler_result(
+                    probe(FREE), probe_call(), own_result(data={"free": {}}, observed_at=value)
+                )
+                self.assertEqual(found, []) if value in good else self.assert_refused(found)
+
+    def test_fields_are_exactly_the_declared_ones_at_every_level(self) -> None:
+        inner = td.FieldRule(dict, fields={"a": td.FieldRule(int)})
+        output = {"one": inner, "many": td.FieldRule(list, items=inner)}
+        self.assertEqual(output_errors({"many": [{"a": 1}, {"a": 2}], "one": {"a": 3}}, output), [])
+        wrong: dict[str, Any] = {
+            "missing": {"many": []},
+            "extra": {"one": {"a": 1}, "many": [], "more": 1},
+            "extra null": {"one": {"a": 1}, "many": [], "more": None},
+            "null instead of a value": {"one": None, "many": []},
+            "nested missing": {"one": {}, "many": []},
+            "nested extra": {"one": {"a": 1, "b": 1}, "many": []},
+            "extra in an item": {"one": {"a": 1}, "many": [{"a": 1}, {"a": 1, "b": 1}]},
+            "missing in an item": {"one": {"a": 1}, "many": [{}]},
+            "key that is no string": {"one": {"a": 1}, "many": [], 1: 1},
+            "nothing": {},
+            "no object": [],
+            "null": None,
+            "a dict subclass": DictSubclass(one={"a": 1}, many=[]),
+        }
+        for label, data in wrong.items():
+            with self.subTest(label):
+                self.assert_refused(output_errors(data, output))
+
+        self.assertEqual(td.validate_handler_result(WRITE_SPEC, write_call(), draft_result()), [])
+        said = draft_result(data=DRAFT | {"status": "approved"})
+        self.assert_refused(td.validate_handler_result(WRITE_SPEC, write_call(), said))
+
+    def test_values_have_the_exact_type_enum_pattern_and_bounds(self) -> None:
+        rule = td.FieldRule
+        table: list[tuple[td.FieldRule, list[Any], list[Any]]] = [
+            (rule(int), [0, -1, 2**53 - 1], [True, False, 1.0, "1", None, [1], 2**53]),
+            (rule(bool), [True, False], [1, 0, 1.0, "true", None]),
+            (rule(float), [1.5, 1, 0], [True, "1.5", None, float("inf")]),
+            (rule(str), ["", "x"], [1, None, ["x"], b"x"]),
+            (rule(list), [[], [1, "a", None]], [(), {}, "[]", None]),
+            (rule(dict), [{}, {"a": [1]}], [[], "{}", None]),
+            (rule(int, nullable=True), [None, 1], [True, "1"]),
+            (rule(int, minimum=1, maximum=3), [1, 3], [0, 4]),
+            (rule(float, minimum=1, maximum=3), [1, 3.0, 2.5], [0.999, 3.001]),
+            (rule(str, min_length=2, max_length=3), ["ab", "abc", " ab"], ["a", "abcd", " a ", "   "]),
+            (rule(list, min_length=1, max_length=2), [[1], [1, 2]], [[], [1, 2, 3]]),
+            (rule(list, items=rule(int)), [[], [1, 2]], [[1, True], [1, 2.0], [None], ["1"]]),
+            (rule(str, enum=("paid", "refunded")), ["paid"], ["Paid", "paid ", "", "PAID"]),
+            (rule(int, enum=(1, 2)), [1, 2], [True, 1.0, 3]),
+            (rule(float, enum=(1.0, 2.5)), [1.0, 2.5], [True, 1]),
+            (rule(bool, enum=(True,)), [True], [False, 1]),
+            (
+                rule(str, pattern=r"DRAFT-[0-9]+"),
+                ["DRAFT-1"],
+                ["DRAFT-", "xDRAFT-1", "DRAFT-1x", "DRAFT-1\n", "draft-1"],
+            ),
+        ]
+        for field, good, bad in table:
+            for value in good:
+                with self.subTest(field=field, good=value):
+                    self.assertEqual(output_errors({"value": value}, {"value": field}), [])
+            for value in bad:
+                with self.subTest(field=field, bad=value):
+                    self.assert_refused(output_errors({"value": value}, {"value": field}))
+
+    def test_a_bound_field_equals_the_input_argument_type_for_type(self) -> None:
+        output = {"echo": td.FieldRule(float, equals_argument="n")}
+        for value, accepted in ((1, True), (1.0, False), (2, False)):
+            with self.subTest(value=value):
+                self.assertEqual(output_errors({"echo": value}, output) == [], accepted)
+        self.assert_refused(output_errors({"echo": True}, {"echo": td.FieldRule(bool, equals_argument="n")}))
+        bound: list[tuple[td.ToolSpec, td.ToolCall, td.HandlerResult, dict[str, str]]] = [
+            (READ_SPEC, read_call(), order_result(), {"order_ref": "ORDER-8"}),
+            (READ_SPEC, read_call(), order_result(), {"order_ref": "order-7"}),
+            (WRITE_SPEC, write_call(), draft_result(), {"order_ref": "ORDER-8"}),
+            (WRITE_SPEC, write_call(), draft_result(), {"reason": "other"}),
+            (WRITE_SPEC, write_call(), draft_result(), {"draft_id": "DRAFT-x"}),
+        ]
+        for spec, call, said, change in bound:
+            with self.subTest(spec=spec.name, change=change):
+                self.assertEqual(td.validate_handler_result(spec, call, said), [])
+                self.assert_refused(td.validate_handler_result(spec, call, altered(said, data=said.data | change)))
+
+    def test_data_outside_the_portable_domain_is_an_error_and_never_an_exception(self) -> None:
+        shared = [1, {"a": 2.0}]
+        self.assertEqual(
+            output_errors({"free": {"a": shared, "b": shared, "c": [None, True, "\U0001f600", 2**53 - 1]}}), []
+        )
+        for label, value in outside_values().items():
+            with self.subTest(label):
+                data = {"free": {"list": [value]}}
+                self.assert_refused(output_errors(data))
+                self.assert_refused(output_errors(data, {"free": td.FieldRule(dict, nullable=True)}))
+                package = Host([probe(FREE, lambda invocation, data=data: own_result(data=data))]).dispatch(
+                    probe_call()
+                )
+                self.assertEqual(verdict(package), VIOLATION)
+                self.assert_refused(output_errors(value))
+
+    def test_encoded_bytes_and_depth_are_allowed_up_to_the_exact_limit(self) -> None:
+        texts = ["x", "é", "€", "\U0001f600", 'a"\\\n\x01', ""]
+        for text in texts:
+            data = {"free": {text: [text, 1.0, 1e21 / 1e21, None]}}
+            size = len(td.canonical_json(data).encode("utf-8"))
+            with self.subTest(text=text, size=size):
+                self.assertEqual(output_errors(data, max_output_bytes=size), [])
+                self.assertEqual(output_errors(data, max_output_bytes=size + 1), [])
+                self.assert_refused(output_errors(data, max_output_bytes=size - 1))
+        flat = {"n": td.FieldRule(int), "s": td.FieldRule(str)}
+        self.assertEqual(output_errors({"n": 1, "s": "[[[{{{"}, flat, max_output_depth=1), [])
+        inner: Any = {}
+        for depth in range(2, 31):  # {"free": {}} is two levels
+            with self.subTest(depth=depth):
+                self.assertEqual(output_errors({"free": inner}, max_output_depth=depth), [])
+                self.assert_refused(output_errors({"free": inner}, max_output_depth=depth - 1))
+                inner = {"in": inner} if depth % 2 else {"in": 1, "again": inner}
+        self.assert_refused(output_errors({"free": inner}, max_output_depth=30))  # 31: no document could carry it
+        free_list = {"free": td.FieldRule(list)}
+        self.assertEqual(output_errors({"free": [[], [[]]]}, free_list, max_output_depth=4), [])
+        self.assert_refused(output_errors({"free": [[], [[]]]}, free_list, max_output_depth=3))
+
+    def test_sensitive_field_names_are_refused_in_every_spelling_at_every_level(self) -> None:
+        published = {
+            *("authorization", "access_token", "refresh_token", "api_key", "password", "secret", "client_secret"),
+            *("private_key", "cookie", "set_cookie", "call_id", "operation_id", "request_digest"),
+            *("request_sha256", "result_sha256", "call_binding_sha256"),
+        }
+        self.assertLessEqual(published, td.SENSITIVE_FIELD_NAMES)
+        spellings = [
+            *("AUTHORIZATION", "Authorization", "aUtHoRiZaTiOn", "accessToken", "AccessToken", "ACCESSTOKEN"),
+            *("access-token", "access.token", "access token", "access__token", "_access_token_", " Access - Token "),
+            *("Set-Cookie", "setCookie", "apikey", "API-Key", "Api.Key", "request.SHA256", "callId", "CALL-ID"),
+            *("\uff50\uff41\uff53\uff53\uff57\uff4f\uff52\uff44", "\uff30ass\uff37ord", "api\uff3fkey", "\u24d2ookie"),
+            *(
+                "pass\u200bword",
+                "\ufeffpassword",
+                "pass\u00adword",
+                "pass\u2060word\u200d",
+                "\u202epassword",
+                "sec\u200cret",
+                *("pass\ufe0fword", "pass\u3164word", "\u115fpassword"),  # variation selector, fillers: nothing to see
+            ),
+            *("api\u00a0key", "api\u2011key", "pa\u017fsword", "api_\u212aey", "A\u200bPI\uff0d\u212aey"),
+        ]
+        for name in sorted(published | set(td.SENSITIVE_FIELD_NAMES)) + spellings:
+            spots = [{name: "x"}, {"a": {name: None}}, {"a": [1, [{"b": {name: {}}}]]}]
+            with self.subTest(name=ascii(name)):
+                for place in spots:
+                    self.assert_refused(output_errors({"free": place}))
+                self.assert_refused(output_errors({"free": [spots]}, {"free": td.FieldRule(list)}))
+        harmless = [
+            *("secretary", "tokenizer", "passwordless", "author", "authorized", "cookie_policy", "secret_santa"),
+            *("password_reset_url", "keyboard", "call_identity", "operation", "sha256", "digestive", "p a s t"),
+        ]
+        for name in harmless:
+            with self.subTest(harmless=name):
+                self.assertEqual(output_errors({"free": {name: name, "in": [{name: {"as": name}}]}}), [])
+        self.assertEqual(output_errors({"free": {"note": "the password field, the secret and the cookie"}}), [])
+
+    def test_strings_that_are_evidently_credentials_are_refused_wherever_they_stand(self) -> None:
+        pem = "-----BEGIN%s PRIVATE KEY-----\nMIIEvQIBADANBgkqhkiG9w0BAQEFAASC\n-----END%s PRIVATE KEY-----"
+        credentials = [
+            f"Bearer {TOKEN}",
+            f"bearer {TOKEN}",
+            f"BEARER {TOKEN}",
+            f"bEaReR  {TOKEN}",
+            f"Bearer\t{TOKEN}",
+            f"Authorization: Bearer {TOKEN}",
+            f"the shop said 'Bearer {TOKEN}', so retry",
+            f"line one\nBearer {TOKEN}\nline three",
+            f"\uff22\uff45\uff41\uff52\uff45\uff52 {TOKEN}",
+            f"Bea\u200brer {TOKEN}",
+            f"Bearer\u00a0{TOKEN}",
+            "Bearer sk-live-4f9a8b7c6d5e4f3a2b1c0d9e",
+            "Basic dXNlcjpwYXNzd29yZA==",
+            "basic dXNlcjpwYXNzd29yZA==",
+            "header Basic YWRtaW46aHVudGVyMjIyMg== was sent",
+            *(pem % (kind, kind) for kind in ("", " RSA", " EC", " OPENSSH", " ENCRYPTED")),
+            "key: -----begin rsa private key-----MIIE",
+        ]
+        for text in credentials:
+            with self.subTest(text=ascii(text)):
+                for place in ({"a": text}, {"a": {"b": [1, [text]]}}, {"a": ["x", {"b": text}]}, {text: 1}):
+                    self.assert_refused(output_errors({"free": place}))
+                self.assert_refused(output_errors({"free": text}, {"free": td.FieldRule(str)}))
+                self.assert_refused(
+                    output_errors({"free": ["x", text]}, {"free": td.FieldRule(list, items=td.FieldRule(str))})
+                )
+        harmless = [
+            *(
+                "bearer of news",
+                "Bearer of news",
+                "a bearer of good news came",
+                "Basic training",
+                "basic training only",
+            ),
+            *(
+                "Bearer",
+                "Basic",
+                "basic",
+                "the standard bearer",
+                "Bearer token",
+                "Basic authentication",
+                "Basic English",
+            ),
+            *("-----BEGIN CERTIFICATE-----", "-----BEGIN PUBLIC KEY-----", "a private key", "secretary", "tokenizer"),
+        ]
+        for text in harmless:
+            with self.subTest(harmless=text):
+                self.assertEqual(output_errors({"free": {"note": text, "notes": [text]}}), [])
+
+    def test_the_data_is_snapshotted_once_and_shown_as_validated(self) -> None:
+        kept: dict[str, Any] = {"free": {"list": [1, 2.0], "text": "as validated"}}
+        original = json.loads(json.dumps(kept))
+
+        def spoil() -> None:
+            kept["free"]["authorization"] = f"Bearer {TOKEN}"
+            kept["free"]["list"].append("later")
+            kept["extra"] = True
+
+        class Spoiling(td.MemoryLedger):
+            """A ledger that takes its time: the handler's dict changes between validation and record."""
+
+            def complete(self, record: td.OperationRecord, result: td.HandlerResult) -> td.OperationRecord:
+                spoil()
+                return super().complete(record, result)
+
+        spec = probe(FREE, lambda invocation: own_result(data=kept), effect="write")
+        host = Host([spec], ledger=Spoiling())
+        first: Any = host.dispatch(probe_call(idempotency_key="key-1"))
+        self.assertIn("extra", kept)  # the attack took place
+        self.assertEqual(verdict(first), ("OK", "committed", "fresh"))
+        self.assertEqual(first["model_result"]["data"], original)
+        self.assertIs(type(first["model_result"]["data"]["free"]["list"][1]), float)
+        shown = json.dumps(first)
+        spoil()
+        self.assertEqual(json.dumps(first), shown)
+
+        first["model_result"]["data"]["free"]["list"].append("by the caller")
+        again: list[Any] = [host.dispatch(probe_call(call_id=f"call-{n}", idempotency_key="key-1")) for n in (2, 3)]
+        for package in again:
+            self.assertEqual(verdict(package), ("OK", "committed", "local_replay"))
+            self.assertEqual(package["model_result"]["data"], original)
+            package["model_result"]["data"]["free"].clear()
+
+        read = {"free": {"list": [1]}}
+        package = Host([probe(FREE, lambda invocation: own_result(data=read))]).dispatch(probe_call())
+        read["free"]["list"].append(2)
+        self.assertEqual(package["model_result"]["data"], {"free": {"list": [1]}})
+
+    def test_a_violation_shows_nothing_and_leaves_a_write_pending_but_not_a_read(self) -> None:
+        runs: list[str | None] = []
+        leak, clean = own_result(data={"free": {"authorization": f"Bearer {TOKEN}"}}), own_result(data={"free": {}})
+
+        def handler(invocation: td.Invocation) -> td.HandlerResult:
+            runs.append(invocation.status_ref)
+            return clean if len(runs) > 1 else leak
+
+        for effect, key in (("read", None), ("write", "key-1")):
+            with self.subTest(effect=effect):
+                runs.clear()
+                host = Host([probe(FREE, handler, effect=effect)])
+                trace: list[tuple[str, str]] = []
+                bad: Any = host.dispatch(probe_call(idempotency_key=key), trace=trace)
+                self.assertEqual(verdict(bad), VIOLATION)
+                self.assertEqual(trace[-2:], [("handler", "pass"), ("output", "OUTPUT_CONTRACT_VIOLATION")])
+                self.assertEqual((bad["model_result"]["status"], bad["model_result"]["data"]), ("unknown", None))
+                self.assertEqual(bad["model_result"]["error"]["recovery"], "human_review")
+                self.assertEqual(bad["model_result"]["provenance"]["source_label"], "offline-dispatcher")
+                for private in (TOKEN, '"authorization"', "receipt-1", "request-1", "own-1-r1"):
+                    self.assertNotIn(private, json.dumps(bad))
+                downstream = bad["protected_audit"]["downstream"]
+                self.assertEqual(downstream["status_ref"] is not None, effect == "write")
+
+                retry: Any = host.dispatch(probe_call(call_id="call-2", idempotency_key=key))
+                if effect == "read":
+                    self.assertEqual((verdict(retry), len(runs)), (("OK", "committed", "fresh"), 2))
+                    continue
+                self.assertEqual(verdict(retry), ("OUTCOME_UNKNOWN", "unknown", "fresh"))
+                self.assertEqual(retry["protected_audit"]["downstream"], downstream)
+                other = host.dispatch(bind("own_tool", {"n": 2}, call_id="call-3", idempotency_key=key))
+                self.assertEqual(verdict(other)[0], "IDEMPOTENCY_CONFLICT")
+                self.assertEqual(runs, [downstream["status_ref"]])
+
+
+# --------------------------------------------------------------------------------------------------
+# Result contract
+# --------------------------------------------------------------------------------------------------
 
 
 class ResultContractTests(unittest.TestCase):
@@ -2378,7 +4224,7 @@ class ResultContractTests(unittest.TestCase):
                 with self.subTest("for an unregistered tool", code=code):
                     self.refused(sample, forged(sample, error_of(code)))
         for sample in (write, samples["replay"], samples["reconciled"]):
-            for value in (None, "status_" + "0" * 32, STATUS_REF.upper(), STATUS_REF[:-1], "receipt-1", ""):
+            for value in (None, NO_REFERENCE, STATUS_REF.upper(), STATUS_REF[:-1], "receipt-1", ""):
                 with self.subTest("success of a write", status_ref=value):
                     self.refused(sample, forged(sample, {reference: value}))
         for sample in (read, read_error):
@@ -2426,7 +4272,7 @@ class ResultContractTests(unittest.TestCase):
             for sample in (write, read):
                 self.refused(sample._replace(principal=altered(USER, **changes)), sample.package)
         for sample in (write, read):
-            for name in _fields(WRITE_SPEC):
+            for name in field_names(WRITE_SPEC):
                 if name.endswith("_revision") or name == "source_label":
                     with self.subTest(tool=sample.call.name, contract=name):
                         changed = altered(sample.spec or READ_SPEC, **{name: "other-v9"})
@@ -2593,6 +4439,11 @@ class ResultContractTests(unittest.TestCase):
                     self.assertNotIn(text, shown)
 
 
+# --------------------------------------------------------------------------------------------------
+# Result set
+# --------------------------------------------------------------------------------------------------
+
+
 class ResultSetTests(unittest.TestCase):
     """`validate_result_set`: one package for each call, and none besides."""
 
@@ -2683,6 +4534,11 @@ class ResultSetTests(unittest.TestCase):
                 self.assertNotEqual(self.errors(value), [])
                 self.assertNotEqual(self.errors(self.packages, [*self.calls, value]), [])
                 self.assertNotEqual(td.validate_result_set(value, self.calls, self.registry, self.packages), [])
+
+
+# --------------------------------------------------------------------------------------------------
+# Provider adapter
+# --------------------------------------------------------------------------------------------------
 
 
 ADAPTERS: dict[str, Callable[..., Any]] = {
@@ -2846,1637 +4702,192 @@ class ProviderAdapterTests(unittest.TestCase):
 
 
 # --------------------------------------------------------------------------------------------------
-# Dispatcher: gates, proposals, tool contracts, call identity, approval, idempotency, ledger, query
+# Command line
 # --------------------------------------------------------------------------------------------------
 
-GATES = ("context", "call_identity", "registry", "input", "authorization")
-READ_GATES = (*GATES, "deadline", "handler", "output", "record")
-WRITE_GATES = (
-    *GATES, "idempotency_key", "idempotency", "business_state", "approval", "deadline", "reservation", "handler",
-    "output", "record",
-)  # fmt: skip
-QUERY_GATES = (*GATES, "status_reference", "operation", "receipt", "record")
-SCOPE = ("tenant-a", "user-1", "create_refund_draft", "key-1")
-NO_REFERENCE = "status_" + "0" * 32
-NO_DIGEST = "0" * 64
-OBSERVED = "2026-01-01T00:00:00Z"
-WAIT = 10.0  # seconds until a test thread counts as stuck
 
+class CommandLineTests(FolderCase):
+    """`python tool_dispatcher.py`: a process for each exit code, mode, stream and encoding; `main` for the rest."""
 
-def write_spec(shop: td.MockShop) -> td.ToolSpec:
-    return next(spec for spec in shop.tools() if spec.effect == "write")
+    MODES: Mapping[str, tuple[str, ...]] = {"normal": (), "optimized": ("-O",)}
 
+    def without_leaks(self, code: int, out: str, err: str) -> tuple[int, str, str]:
+        for text in (out, err):
+            for leak in ("Traceback", self.folder.name, str(ROOT)):
+                self.assertNotIn(leak, text)
+        return code, out, err
 
-def rewired(shop: td.MockShop | None = None, *, ledger: Any = None, **changes: Any) -> Host:
-    """A host whose write tool differs by `changes`."""
-    host = Host()
-    host.shop = shop or host.shop
-    tools = [dataclasses.replace(spec, **changes) if spec.effect == "write" else spec for spec in host.shop.tools()]
-    host.dispatcher = td.Dispatcher(tools, ledger=ledger, approvers=frozenset({REVIEWER}))
-    return host
-
-
-def own_result(**changes: Any) -> td.HandlerResult:
-    valid = td.HandlerResult(
-        data={"done": True}, producer_revision="own-producer-v1", resource_revision=None, observed_at=OBSERVED
-    )
-    return dataclasses.replace(valid, **changes)
-
-
-def own_tool(**changes: Any) -> td.ToolSpec:
-    """A reader's own read tool with one text argument; `changes` replace its fields."""
-    fields: dict[str, Any] = {
-        "name": "own_tool",
-        "description": "A tool the dispatcher has never heard of.",
-        "effect": "read",
-        "arguments": {"value": td.FieldRule(str)},
-        "output": {"done": td.FieldRule(bool)},
-        "input_schema_revision": "own-input-v1",
-        "output_schema_revision": "own-output-v1",
-        "effect_revision": "own-effect-v1",
-        "handler_revision": "own-handler-v1",
-        "producer_revision": "own-producer-v1",
-        "policy_revision": "own-policy-v1",
-        "source_label": "own",
-        "authorize": lambda principal, arguments: True,
-        "handler": lambda invocation: own_result(),
-        "business_rule": None,
-        "find_receipt": None,
-        "timeout_ms": 100,
-        "max_output_bytes": 256,
-        "max_output_depth": 1,
-    }
-    return td.ToolSpec(**fields | changes)
-
-
-def own_call(value: Any = "text", **changes: Any) -> td.ToolCall:
-    return bind("own_tool", {"value": value}, **changes)
-
-
-def forged_approval(host: Host, call: td.ToolCall, *, principal: td.Principal = USER, **changes: Any) -> td.Approval:
-    """An approval with `changes` and a digest recomputed to fit them."""
-    changed = dataclasses.replace(host.approve(call, principal=principal), **changes)
-    fitting = td.approval_digest(
-        principal,
-        call,
-        host.dispatcher.registry[call.name],
-        approval_id=changed.approval_id,
-        approver_id=changed.approver_id,
-        expires_at=changed.expires_at,
-    )
-    return dataclasses.replace(changed, approval_digest=fitting)
-
-
-def operation(number: int = 1, **changes: Any) -> td.OperationRecord:
-    """One pending record; another number is another scope, reference and reservation."""
-    fields: dict[str, Any] = {
-        "scope": ("tenant-a", "user-1", "own_tool", f"key-{number}"),
-        "request_sha256": NO_DIGEST,
-        "profile": ("openai", "responses", "openai-responses-v1"),
-        "revisions": ("own-output-v1", "own-effect-v1", "own-handler-v1", "own-producer-v1"),
-        "status_ref": f"status_{number:032x}",
-        "reserved_at": NOW,
-        "token": f"token-{number}",
-    }
-    return td.OperationRecord(**fields | changes)
-
-
-def plain(value: Any) -> Any:
-    """A copy of plain containers, whatever read-only view was handed out."""
-    if isinstance(value, Mapping):
-        return {key: plain(member) for key, member in value.items()}
-    return [plain(member) for member in value] if isinstance(value, list | tuple) else value
-
-
-def vandalise(value: Any) -> None:
-    """Change a JSON value at every level, as far as it lets itself be changed."""
-    if isinstance(value, Mapping | list | tuple):
-        for member in value.values() if isinstance(value, Mapping) else value:
-            vandalise(member)
-        with contextlib.suppress(TypeError, AttributeError):  # a read-only view says so
-            changed: Any = value
-            changed.clear()
-            changed.update(vandalised=True) if isinstance(value, Mapping) else changed.append("vandalised")
-
-
-def lists(levels: int) -> Any:
-    value: Any = []
-    for _ in range(levels - 1):
-        value = [value]
-    return value
-
-
-def refuses_everything(*_: Any, **__: Any) -> Any:
-    raise RuntimeError("touched")
-
-
-class Untouchable:
-    """Every way to look at it raises."""
-
-    __eq__ = __hash__ = __str__ = __repr__ = refuses_everything
-    __len__ = __iter__ = __bool__ = __getitem__ = refuses_everything
-
-
-class UntouchableDict(dict):  # type: ignore[type-arg]
-    """A dict that raises as soon as one of its own methods is used."""
-
-    __iter__ = __len__ = __getitem__ = __contains__ = refuses_everything
-    items = keys = values = get = copy = refuses_everything
-    __repr__ = __eq__ = __copy__ = __deepcopy__ = __reduce_ex__ = refuses_everything
-
-
-class TextLike(str):
-    pass
-
-
-class PlainLedger:
-    """All that a ledger has to be, in two dictionaries: another one fits without a change to the dispatcher."""
-
-    def __init__(self) -> None:
-        self.calls: dict[Any, str] = {}
-        self.records: dict[Any, td.OperationRecord] = {}
-        self.lock = threading.RLock()
-
-    def bind_call(self, identity: Any, fingerprint: str, *, now: int) -> bool:
-        with self.lock:
-            return self.calls.setdefault(identity, fingerprint) == fingerprint
-
-    def find(self, scope: Any) -> td.OperationRecord | None:
-        return self.records.get(scope)
-
-    def find_by_status_ref(self, status_ref: str) -> td.OperationRecord | None:
-        return next((record for record in self.records.values() if record.status_ref == status_ref), None)
-
-    def reserve(self, record: td.OperationRecord) -> td.OperationRecord | None:
-        with self.lock:
-            held = self.records.get(record.scope)
-            if held is not None and held.state != "not_started":
-                return held
-            self.records[record.scope] = record
-            return None
-
-    def complete(self, record: td.OperationRecord, result: td.HandlerResult) -> td.OperationRecord:
-        return self._settle(record, state="succeeded", result=result)
-
-    def release(self, record: td.OperationRecord, code: str) -> td.OperationRecord:
-        return self._settle(record, state="not_started", code=code)
-
-    def _settle(self, record: td.OperationRecord, **outcome: Any) -> td.OperationRecord:
-        with self.lock:
-            held = self.records[record.scope]
-            if held.token == record.token and held.state == "pending":
-                self.records[record.scope] = dataclasses.replace(held, **outcome)
-            return self.records[record.scope]
-
-
-class BrokenLedger(td.MemoryLedger):
-    """Fails when the outcome of an operation is to be written."""
-
-    def complete(self, record: td.OperationRecord, result: td.HandlerResult) -> td.OperationRecord:
-        raise OSError("disk full")
-
-    def release(self, record: td.OperationRecord, code: str) -> td.OperationRecord:
-        raise OSError("disk full")
-
-
-class DispatcherCase(unittest.TestCase):
-    """Dispatches and asks with a trace, and checks every package that comes out."""
-
-    @classmethod
-    def setUpClass(cls) -> None:
-        silent = logging.NullHandler()
-        logging.getLogger("tool_dispatcher").addHandler(silent)
-        cls.addClassCleanup(logging.getLogger("tool_dispatcher").removeHandler, silent)
-
-    def assert_ended(
-        self, answer: td.ResultPackage, trace: list[Any], gates: tuple[str, ...], end: tuple[str, str]
-    ) -> None:
-        code, _, delivery = verdict(answer)
-        self.assertEqual(f"OK {delivery}" if code == "OK" else code, end[1])
-        before = gates[: gates.index(end[0])]
-        self.assertEqual([tuple(step) for step in trace], [(gate, "pass") for gate in before] + [end])
-
-    def dispatches(
-        self, host: Host, call: td.ToolCall, gate: str, end: str, *, principal: td.Principal = USER, **options: Any
-    ) -> td.ResultPackage:
-        """Dispatch; the exact trace must stop at `gate` with `end`, and the package must be valid."""
-        trace: list[Any] = []
-        answer = host.dispatch(call, principal=principal, trace=trace, **options)
-        spec = host.spec(call)
-        self.assert_ended(answer, trace, WRITE_GATES if spec and spec.effect == "write" else READ_GATES, (gate, end))
-        self.assertEqual(td.validate_result(principal, call, spec, answer), [])
-        return answer
-
-    def asks(
-        self,
-        host: Host,
-        call: td.ToolCall,
-        about: td.ResultPackage | None,
-        gate: str,
-        end: str,
-        *,
-        principal: td.Principal = USER,
-        **options: Any,
-    ) -> td.ResultPackage:
-        """Query; `about=None` asks for a reference that nobody holds unless `options` name one."""
-        trace: list[Any] = []
-        if about is None:
-            nobody: dict[str, Any] = {"status_ref": NO_REFERENCE, "expected_request_sha256": NO_DIGEST, "now": NOW}
-            answer = host.dispatcher.query_operation_status(principal, call, trace=trace, **nobody | options)
-        else:
-            answer = host.query(call, about, principal=principal, trace=trace, **options)
-        self.assert_ended(answer, trace, QUERY_GATES, (gate, end))
-        self.assertEqual(td.validate_result(principal, call, host.spec(call), answer), [])
-        return answer
-
-    def run_together(self, *jobs: Callable[[], Any]) -> list[Any]:
-        """Run each job in a thread of its own; what one raises is raised here, and none may hang."""
-        results: list[Any] = [None] * len(jobs)
-        failures: list[BaseException] = []
-
-        def work(position: int, job: Callable[[], Any]) -> None:
-            try:
-                results[position] = job()
-            except BaseException as failure:
-                failures.append(failure)
-
-        threads = [threading.Thread(target=work, args=item, daemon=True) for item in enumerate(jobs)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(WAIT)
-        self.assertFalse([thread for thread in threads if thread.is_alive()], "a thread hangs")
-        if failures:
-            raise failures[0]
-        return results
-
-
-def status_ref(answer: td.ResultPackage) -> Any:
-    return answer["protected_audit"]["downstream"]["status_ref"]
-
-
-def data_of(answer: td.ResultPackage) -> Any:
-    return answer["model_result"]["data"]
-
-
-class GateTests(DispatcherCase):
-    def test_a_read_a_write_and_a_replay_pass_exactly_their_gates(self) -> None:
-        host = Host()
-        read = self.dispatches(host, read_call(), "record", "OK fresh")
-        self.assertEqual(data_of(read), {"order_ref": "ORDER-7", "status": "paid"})
-        self.assertIsNone(status_ref(read))
-        written = self.dispatches(host, write_call(call_id="call-2"), "record", "OK fresh")
-        draft = {"draft_id": "DRAFT-1", "order_ref": "ORDER-7", "reason": "damaged"}
-        self.assertEqual(data_of(written), draft)
-        self.dispatches(host, write_call(call_id="call-3"), "idempotency", "OK local_replay", approvals=())
-        self.assertEqual(host.shop.side_effect_count, 1)
-
-    def test_a_call_that_would_fail_several_gates_stops_at_the_first(self) -> None:
-        late: dict[str, Any] = {"approvals": (), "deadline": NOW}
-        table: list[tuple[str, str, td.ToolCall, dict[str, Any]]] = [
-            ("call_identity", "CALL_ID_CONFLICT", bind("no_such_tool", None, call_id="taken"), late),
-            ("registry", "UNKNOWN_TOOL", bind("no_such_tool", {"order_ref": 2**60}), late),
-            ("input", "INVALID_ARGUMENTS", write_call("ORDER-9", "no-reason", idempotency_key=None), late),
-            ("authorization", "NOT_FOUND", write_call("ORDER-9", idempotency_key=None), late),
-            ("idempotency_key", "IDEMPOTENCY_KEY_REQUIRED", write_call(idempotency_key=None), late),
-            ("idempotency", "IDEMPOTENCY_CONFLICT", write_call(reason="other"), late),
-            ("business_state", "BUSINESS_RULE_VIOLATION", write_call(idempotency_key="key-2"), late),
-            ("approval", "APPROVAL_REQUIRED", write_call(idempotency_key="key-2"), late),
-            ("approval", "APPROVAL_INVALID", write_call(idempotency_key="key-2"), late | {"approvals": [None]}),
-            ("deadline", "TIMEOUT_BEFORE_EXECUTE", write_call(idempotency_key="key-2"), {"deadline": NOW}),
-            ("handler", "OUTCOME_UNKNOWN", write_call(idempotency_key="key-2"), {}),
-        ]
-        for gate, code, call, options in table:
-            with self.subTest(gate=gate, code=code):
-                shop = td.MockShop()
-                real = write_spec(shop).handler
-                host = rewired(shop, handler=lambda invocation, real=real: real(invocation) and refuses_everything())
-                host.dispatch(read_call(call_id="taken"))
-                host.dispatch(write_call(call_id="first"))
-                if gate not in ("approval", "deadline", "handler"):
-                    shop.orders["ORDER-7"].status = "refunded"
-                answer = self.dispatches(host, call, gate, code, **options)
-                self.assertEqual(shop.side_effect_count, 2 if gate == "handler" else 1)
-                self.assertEqual(status_ref(answer) is None, gate != "handler")
-
-    def test_a_host_mistake_raises_before_anything_is_bound(self) -> None:
-        host = Host()
-        good: dict[str, Any] = {"approvals": (), "now": NOW}
-        texts: list[Any] = [None, "", "  ", "x" * 256, "line\nbreak", "\ud800", 7, True, ["x"], TextLike("user-1")]
-        principals: list[Any] = [None, "user-1", {"tenant_id": "tenant-a", "subject_id": "user-1", "roles": ()}]
-        principals += [dataclasses.replace(USER, tenant_id=text) for text in texts]
-        principals += [dataclasses.replace(USER, subject_id=text) for text in texts]
-        many = tuple(f"role-{number:02}" for number in range(33))
-        roles: tuple[Any, ...] = (None, "admin", ["admin"], ("b", "a"), ("a", "a"), ("",), (7,), (["a"],), many)
-        principals += [dataclasses.replace(USER, roles=several) for several in roles]
-        contexts = [{name: text} for name in ("response_id", "call_id", "operation_id") for text in texts]
-        contexts += [{"idempotency_key": text} for text in texts if text is not None]
-        contexts += [{"provider": "acme"}, {"provider": ["openai"]}, {"provider": None}, {"api_family": "messages"}]
-        contexts += [{"adapter_revision": "openai-responses-v2"}, {"adapter_revision": None}]
-        times = (None, True, -1, 1.0, "0", 253_402_300_800, float("nan"))
-        no_sequence: list[Any] = [None, "approval", b"approval", {1}, {}, 7, iter(()), host.approve(write_call())]
-        table: list[tuple[Any, Any, dict[str, Any]]] = [(principal, read_call(), good) for principal in principals]
-        table += [(USER, read_call(**change), good) for change in contexts]
-        no_calls: list[Any] = [None, "get_order", td.ModelProposal("get_order", {}), {}]
-        no_contexts: list[Any] = [None, {}, USER]
-        no_calls += [dataclasses.replace(read_call(), context=other) for other in no_contexts]
-        table += [(USER, call, good) for call in no_calls]
-        table += [(USER, read_call(), good | {"now": time}) for time in times]
-        table += [(USER, read_call(), good | {"deadline": time}) for time in times if time is not None]
-        table += [(USER, read_call(), good | {"approvals": approvals}) for approvals in no_sequence]
-        no_traces: list[Any] = ["trace", (), {}]
-        table += [(USER, read_call(), good | {"trace": trace}) for trace in no_traces]
-        for position, (principal, call, options) in enumerate(table):
-            with self.subTest(position=position):
-                with self.assertRaises(td.HostContextError):
-                    host.dispatcher.dispatch(principal, call, **options)
-                if not {"deadline", "trace"} & set(options) and options["approvals"] == ():
-                    with self.assertRaises(td.HostContextError):
-                        td.validate_host_context(principal, call, now=options["now"])
-        asked: dict[str, Any] = {"status_ref": NO_REFERENCE, "expected_request_sha256": NO_DIGEST, "now": NOW}
-        for name, malformed in {
-            "status_ref": (
-                *(None, 7, "", "status_", "status_" + "0" * 31, "status_" + "0" * 33, "status_" + "A" * 32),
-                *(NO_REFERENCE + "\n", " " + NO_REFERENCE, "0" * 32, NO_REFERENCE.encode(), [NO_REFERENCE]),
+    def run_cli(self, *runs: tuple[str, list[str], str]) -> list[tuple[int, str, str]]:
+        """(exit code, stdout, stderr) of each (mode, arguments, encoding), as processes that run side by side."""
+        done = run_together(
+            *(
+                functools.partial(run_process, DISPATCHER, *arguments, flags=self.MODES[mode], encoding=encoding)
+                for mode, arguments, encoding in runs
             ),
-            "expected_request_sha256": (None, 7, "", "0" * 63, "0" * 65, "A" * 64, NO_DIGEST + "\n", [NO_DIGEST]),
-            "now": times,
-        }.items():
-            for value in malformed:
-                with self.subTest(query=name, value=repr(value)[:20]), self.assertRaises(td.HostContextError):
-                    host.dispatcher.query_operation_status(USER, write_call(), **asked | {name: value})
-        for pair in ((None, context()), ("get_order", context()), (td.ModelProposal("get_order", {}), None)):
-            with self.subTest(pair=repr(pair)[:20]), self.assertRaises(td.HostContextError):
-                td.bind_tool_call(*pair)
-        td.validate_host_context(dataclasses.replace(USER, roles=many[:32]), read_call(), now=NOW)
-        self.dispatches(host, read_call("ORDER-8"), "authorization", "NOT_FOUND")
-        self.assertEqual(host.shop.side_effect_count, 0)
-
-    def test_times_start_at_zero_end_with_the_year_9999_and_a_deadline_is_half_open(self) -> None:
-        last = td.MAX_PORTABLE_UNIX_SECONDS
-        table = [
-            (0, None, "record"), (last, None, "record"), (0, 1, "record"), (last - 1, last, "record"),
-            (NOW, NOW + 1, "record"), (NOW, NOW, "deadline"), (NOW + 1, NOW, "deadline"), (0, 0, "deadline"),
-        ]  # fmt: skip
-        for now, deadline, gate in table:
-            with self.subTest(now=now, deadline=deadline):
-                end = "OK fresh" if gate == "record" else "TIMEOUT_BEFORE_EXECUTE"
-                self.dispatches(Host(), read_call(), gate, end, now=now, deadline=deadline)
-        host = Host()
-        late = self.dispatches(host, write_call(), "deadline", "TIMEOUT_BEFORE_EXECUTE", deadline=NOW)
-        self.assertIsNone(status_ref(late))
-        self.assertEqual(host.shop.side_effect_count, 0)
-        self.dispatches(host, write_call(), "record", "OK fresh", deadline=NOW + 1)
-
-    def test_only_true_itself_passes_authorize_and_business_rule(self) -> None:
-        always = type("Always", (), {"__bool__": lambda self: True, "__eq__": lambda self, other: True})()
-        answers: list[Any] = [1, 1.0, "yes", [True], object(), always, None, False, Untouchable()]
-        rules = [lambda principal, arguments, answer=answer: answer for answer in answers] + [refuses_everything]
-        for position, rule in enumerate(rules):
-            with self.subTest(position=position):
-                ran: list[Any] = []
-                host = Host([own_tool(authorize=rule, handler=ran.append)])
-                self.dispatches(host, own_call(), "authorization", "NOT_FOUND")
-                self.dispatches(rewired(authorize=rule, handler=ran.append), write_call(), "authorization", "NOT_FOUND")
-                host = rewired(business_rule=rule, handler=ran.append)
-                self.dispatches(host, write_call(), "business_state", "BUSINESS_RULE_VIOLATION")
-                self.assertEqual(ran, [])
-
-    def test_what_does_not_exist_and_what_is_somebody_elses_look_the_same(self) -> None:
-        host = Host()
-        for build, effect in ((read_call, "read"), (write_call, "write"), (write_call, "query")):
-            answers = set()
-            for order_ref in ("ORDER-404", "ORDER-8", "ORDER-9"):
-                with self.subTest(effect=effect, order_ref=order_ref):
-                    call = build(order_ref, call_id=f"{effect}-{order_ref}")
-                    if effect == "query":
-                        answer = self.asks(host, call, None, "authorization", "NOT_FOUND")
-                    else:
-                        answer = self.dispatches(host, call, "authorization", "NOT_FOUND")
-                    answers.add(td.canonical_json(answer["model_result"]))
-            self.assertEqual(len(answers), 1)
-        written = host.dispatch(write_call())
-        neighbour = td.Principal("tenant-a", "user-2", ("support_admin",))
-        namesake = td.Principal("tenant-b", "user-1", ("support_admin",))
-        held, asked = status_ref(written), written["protected_audit"]["binding"]["request_sha256"]
-        answers = set()
-        for principal, order_ref, reference in (
-            (USER, "ORDER-7", NO_REFERENCE), (neighbour, "ORDER-7", held), (namesake, "ORDER-9", held),
-        ):  # fmt: skip
-            with self.subTest(principal=principal):
-                options: dict[str, Any] = {"status_ref": reference, "expected_request_sha256": asked}
-                call = write_call(order_ref, call_id="ask")
-                answer = self.asks(host, call, None, "status_reference", "NOT_FOUND", principal=principal, **options)
-                answers.add(td.canonical_json(answer["model_result"]))
-        self.assertEqual(len(answers), 1)
-
-    def test_support_admin_reaches_the_whole_tenant_and_nothing_beyond(self) -> None:
-        host = Host()
-        admin = dataclasses.replace(USER, roles=("support_admin",))
-        almost = dataclasses.replace(USER, roles=("support", "support_admin_2"))
-        for number, (principal, order_ref, gate, end) in enumerate(
-            (
-                (admin, "ORDER-7", "record", "OK fresh"),
-                (admin, "ORDER-8", "record", "OK fresh"),
-                (admin, "ORDER-9", "authorization", "NOT_FOUND"),
-                (almost, "ORDER-8", "authorization", "NOT_FOUND"),
-                (td.Principal("tenant-b", "user-1", ()), "ORDER-7", "authorization", "NOT_FOUND"),
-                (td.Principal("tenant-b", "user-1", ()), "ORDER-9", "record", "OK fresh"),
-            )
-        ):
-            with self.subTest(roles=principal.roles, order_ref=order_ref):
-                names = {"call_id": f"read-{number}"}
-                self.dispatches(host, read_call(order_ref, **names), gate, end, principal=principal)
-                names = {"call_id": f"write-{number}", "idempotency_key": f"key-{number}"}
-                self.dispatches(host, write_call(order_ref, **names), gate, end, principal=principal)
-        self.assertEqual(host.shop.side_effect_count, 3)
-
-    def test_the_dispatcher_has_no_fault_switch_and_knows_only_what_it_is_given(self) -> None:
-        for function, names in (
-            (td.Dispatcher, ["tools", "ledger", "approvers"]),
-            (td.Dispatcher.dispatch, ["self", "principal", "call", "approvals", "now", "deadline", "trace"]),
-            (
-                td.Dispatcher.query_operation_status,
-                ["self", "principal", "call", "status_ref", "expected_request_sha256", "now", "trace"],
-            ),
-        ):
-            self.assertEqual(list(inspect.signature(function).parameters), names)
-        self.assertNotRegex(inspect.getsource(td.Dispatcher), "order_ref|ORDER-|refund|MockShop|paid|inject")
-        runs: list[str] = []
-
-        def handler(invocation: td.Invocation) -> td.HandlerResult:
-            runs.append(invocation.idempotency_key or "")
-            if invocation.idempotency_key == "key-2":
-                raise RuntimeError("answer lost")
-            return own_result()
-
-        def find_receipt(query: td.ReceiptQuery) -> td.Receipt:
-            return td.Receipt(query.status_ref, query.request_sha256, own_result(receipt_id="receipt-1"))
-
-        note = own_tool(effect="write", handler=handler, find_receipt=find_receipt)
-        host = Host([note], PlainLedger())
-        self.dispatches(host, own_call(call_id="call-0"), "idempotency_key", "IDEMPOTENCY_KEY_REQUIRED", approvals=())
-        self.dispatches(host, own_call(idempotency_key="key-1"), "record", "OK fresh")
-        self.dispatches(host, own_call(idempotency_key="key-1"), "idempotency", "OK local_replay", approvals=())
-        lost = own_call(idempotency_key="key-2", call_id="call-2")
-        unknown = self.dispatches(host, lost, "handler", "OUTCOME_UNKNOWN")
-        ask = own_call(idempotency_key="key-2", call_id="call-3")
-        self.asks(host, ask, unknown, "record", "OK receipt_reconciled")
-        self.dispatches(host, lost, "idempotency", "OK local_replay", approvals=())
-        self.assertEqual(runs, ["key-1", "key-2"])
-        self.dispatches(Host([]), read_call(), "registry", "UNKNOWN_TOOL")
-
-
-class ProposalTests(DispatcherCase):
-    def test_a_hostile_name_is_an_unknown_tool_and_is_not_echoed(self) -> None:
-        names: list[Any] = [
-            ["get_order"], {"get_order": 1}, {"get_order"}, None, 7, True, 1.5, float("nan"), b"get_order", "", "   ",
-            "RAW" * 100, "RAW\x00", "RAW\n", "RAW\ud800", "RAW\u202e", TextLike("get_order"), Untouchable(), object,
-        ]  # fmt: skip
-        for position, name in enumerate(names):
-            with self.subTest(position=position):
-                call = bind(name, {"order_ref": "ORDER-7"})
-                self.assertEqual(call.name, "(unregistered)")
-                answer = self.dispatches(Host(), call, "registry", "UNKNOWN_TOOL")
-                self.assertNotIn("RAW", json.dumps(answer))
-                contract = plain(answer["protected_audit"]["tool_contract"])
-                self.assertEqual(contract.pop("name"), "(unregistered)")
-                self.assertEqual(list(contract.values()), ["unregistered"] * 6)
-        for name in ("os.system", "get_order ", "Get_Order", "__import__", "(unregistered)", "x" * 255):
-            with self.subTest(name=name):
-                self.assertEqual(bind(name, {}).name, name)
-                self.dispatches(Host(), bind(name, {}), "registry", "UNKNOWN_TOOL")
-
-    def test_hostile_arguments_are_invalid_and_digested_as_null(self) -> None:
-        cyclic: list[Any] = []
-        cyclic.append(cyclic)
-        looped: dict[str, Any] = {}
-        looped["order_ref"] = looped
-        doubled: Any = []
-        for _ in range(25):
-            doubled = [doubled, doubled]
-        inside: list[Any] = [
-            2**60, -(2**53), float("inf"), float("-inf"), float("nan"), 1e20, "RAW\ud800", "x" * 65_537, cyclic,
-            doubled, lists(10_000), lists(30), object(), object, Untouchable(), {1}, b"RAW", ("ORDER-7",),
-            {1: "RAW"}, {None: "RAW"}, UntouchableDict(order_ref="ORDER-7"), collections.OrderedDict(), TextLike("RAW"),
-            [0] * 1_025, 1j, frozenset(), range(3), iter([]),
-        ]  # fmt: skip
-        whole: list[Any] = [
-            None, [], ["order_ref"], "ORDER-7", 7, True, float("nan"), (), b"{}", {1}, object(), Untouchable(), cyclic,
-            looped, lists(10_000), UntouchableDict(order_ref="ORDER-7"), collections.OrderedDict(order_ref="ORDER-7"),
-            types.MappingProxyType({"order_ref": "ORDER-7"}), {1: "ORDER-7"}, {"order_ref\ud800": "ORDER-7"},
-            {TextLike("order_ref"): "ORDER-7"},
-        ]  # fmt: skip
-        host = Host()
-        spec = host.dispatcher.registry["get_order"]
-        over_null = td.digest({
-            "tenant_id": "tenant-a", "subject_id": "user-1", "tool": "get_order", "arguments": None,
-            "input_schema_revision": spec.input_schema_revision, "output_schema_revision": spec.output_schema_revision,
-            "effect_revision": spec.effect_revision,
-        })  # fmt: skip
-        for position, arguments in enumerate([{"order_ref": value} for value in inside] + whole):
-            with self.subTest(position=position):
-                call = bind("get_order", arguments, call_id=f"call-{position}")
-                self.assertIsNone(call.arguments)
-                answer = self.dispatches(host, call, "input", "INVALID_ARGUMENTS")
-                self.assertEqual(answer["protected_audit"]["binding"]["request_sha256"], over_null)
-                self.assertNotIn("RAW", json.dumps(answer))
-                call = bind("create_refund_draft", arguments, call_id=f"write-{position}", idempotency_key="key-1")
-                self.dispatches(host, call, "input", "INVALID_ARGUMENTS", approvals=())
-                call = bind(arguments, arguments, call_id=f"both-{position}")
-                name_fits = type(arguments) is str
-                self.assertEqual(call.name, arguments if name_fits else "(unregistered)")
-                self.dispatches(host, call, "registry", "UNKNOWN_TOOL")
-        self.assertEqual(host.shop.side_effect_count, 0)
-
-    def test_a_bound_call_and_a_recorded_result_are_out_of_reach_of_caller_and_callbacks(self) -> None:
-        original = {"value": {"deep": [1, {"text": "kept"}]}}
-        seen: list[Any] = []
-
-        def rule(principal: td.Principal, arguments: Any) -> bool:
-            seen.append(plain(arguments))
-            vandalise(arguments)
-            return True
-
-        kept: dict[str, Any] = {"items": [{"text": "kept"}]}
-
-        def handler(invocation: td.Invocation) -> td.HandlerResult:
-            rule(invocation.principal, invocation.arguments)
-            if invocation.idempotency_key == "lost":
-                raise RuntimeError("answer lost")
-            return own_result(data=kept)
-
-        def find_receipt(query: td.ReceiptQuery) -> td.Receipt:
-            rule(query.principal, query.arguments)
-            return td.Receipt(query.status_ref, query.request_sha256, own_result(data=kept, receipt_id="receipt-1"))
-
-        spec = own_tool(
-            effect="write", arguments={"value": td.FieldRule(dict)}, output={"items": td.FieldRule(list)},
-            authorize=rule, business_rule=rule, handler=handler, find_receipt=find_receipt, max_output_depth=3,
-        )  # fmt: skip
-        for key, delivery in (("known", "OK fresh"), ("lost", "OK receipt_reconciled")):
-            with self.subTest(key=key):
-                host, kept = Host([spec]), {"items": [{"text": "kept"}]}
-                given = plain(original)
-                call = bind("own_tool", given, idempotency_key=key)
-                vandalise(given)
-                vandalise(call.arguments)
-                vandalise(call.proposal.arguments)
-                if key == "known":
-                    first = self.dispatches(host, call, "record", delivery)
-                else:
-                    unknown = self.dispatches(host, call, "handler", "OUTCOME_UNKNOWN")
-                    ask = bind("own_tool", original, idempotency_key=key, call_id="call-2")
-                    first = self.asks(host, ask, unknown, "record", delivery)
-                self.assertEqual(call.arguments, original)
-                shown = plain(data_of(first))
-                self.assertEqual(shown, {"items": [{"text": "kept"}]})
-                vandalise(kept)
-                vandalise(first)
-                again = self.dispatches(host, call, "idempotency", "OK local_replay", approvals=())
-                self.assertEqual(data_of(again), shown)
-                vandalise(again)
-                again = self.dispatches(host, call, "idempotency", "OK local_replay", approvals=())
-                self.assertEqual(data_of(again), shown)
-        self.assertGreaterEqual(len(seen), 8)
-        self.assertEqual([arguments for arguments in seen if arguments != original], [])
-
-    def test_a_call_built_or_replaced_by_hand_is_snapshotted_again(self) -> None:
-        given: dict[str, Any] = {}
-
-        def switch(principal: td.Principal, arguments: Any) -> bool:
-            given["reason"] = "other"
-            return True
-
-        by_hand = td.ToolCall(td.ModelProposal("create_refund_draft", given), context(idempotency_key="key-1"))
-        replaced = dataclasses.replace(write_call(reason="duplicate"), proposal=by_hand.proposal)
-        for call in (by_hand, replaced):
-            for callback in ("authorize", "business_rule"):
-                with self.subTest(bound=call is replaced, callback=callback):
-                    given.update(order_ref="ORDER-7", reason="damaged")
-                    change: dict[str, Any] = {callback: switch}
-                    host = rewired(**change)
-                    answer = host.dispatch(call, approvals=[host.approve(write_call())])
-                    self.assertEqual(given["reason"], "other")
-                    self.assertEqual(td.validate_result(USER, write_call(), host.spec(write_call()), answer), [])
-                    self.assertEqual(verdict(answer), ("OK", "committed", "fresh"))
-                    self.assertEqual(data_of(answer)["reason"], "damaged")
-        moved = context(call_id="call-2")
-        for call, gate, code in (
-            (bind("get_order", {"order_ref": 2**60}), "input", "INVALID_ARGUMENTS"),
-            (bind("get_order", Untouchable()), "input", "INVALID_ARGUMENTS"),
-            (bind(Untouchable(), {}), "registry", "UNKNOWN_TOOL"),
-            (td.ToolCall(td.ModelProposal("get_order", {"order_ref": {1}}), moved), "input", "INVALID_ARGUMENTS"),
-            (td.ToolCall(td.ModelProposal(["get_order"], {}), moved), "registry", "UNKNOWN_TOOL"),
-        ):
-            with self.subTest(code=code):
-                self.dispatches(Host(), dataclasses.replace(call, context=moved), gate, code)
-        no_proposals: list[Any] = [None, "get_order", {"name": "get_order"}]
-        for proposal in no_proposals:
-            with self.subTest(proposal=proposal), self.assertRaises(td.HostContextError):
-                Host().dispatcher.dispatch(USER, dataclasses.replace(read_call(), proposal=proposal), now=NOW)
-
-
-class ToolContractTests(DispatcherCase):
-    def test_arguments_are_exactly_the_declared_fields_and_each_rule_holds_at_its_bound(self) -> None:
-        rule = td.FieldRule
-        pair = rule(dict, fields={"n": rule(int, minimum=0), "note": rule(str, nullable=True)})
-        table: list[tuple[td.FieldRule, list[Any], list[Any]]] = [
-            (rule(str), ["", "x", "x" * 65_536], [None, 1, True, ["x"], {}]),
-            (rule(str, nullable=True), [None, ""], [1, False]),
-            (rule(str, min_length=2), ["ab", "  ab"], ["a", " a ", "   ", ""]),
-            (rule(str, max_length=4), ["", "abcd"], ["abcde", "  ab  "]),
-            (rule(str, enum=("a", "b")), ["a", "b"], ["A", "c", "a ", ""]),
-            (rule(str, pattern="[A-Z]{2}"), ["AB"], ["A", "ABC", "AB\n", " AB", "ab"]),
-            (rule(int), [0, -1, 2**53 - 1, -(2**53 - 1)], [True, 1.0, "1", None]),
-            (rule(int, minimum=-1, maximum=3), [-1, 3], [-2, 4, 2.0, True]),
-            (rule(int, enum=(1, 2)), [1, 2], [0, 3, True, 1.0, "1"]),
-            (rule(bool), [True, False], [0, 1, "true", None]),
-            (rule(bool, enum=(True,)), [True], [False, 1, 1.0]),
-            (rule(float), [1.5, 2, -0.5, 0], [True, "1.5", None]),
-            (rule(float, minimum=0, maximum=1.5), [0, 0.0, 1.5, 1], [-0.1, -1, 1.6, 2]),
-            (rule(float, enum=(1.0, 2.5)), [1.0, 2.5], [1, True, 2]),
-            (rule(list), [[], [1, "x", None, [{}]]], [{}, "x", None]),
-            (rule(list, min_length=1, max_length=2), [[1], [1, 2]], [[], [1, 2, 3]]),
-            (rule(list, items=rule(int, minimum=1)), [[], [1, 2]], [[0], [1, True], [1.0], [None], [[1]]]),
-            (rule(dict), [{}, {"any": [1, {"x": None}]}], [[], "x", None]),
-            (pair, [{"n": 0, "note": None}, {"n": 1, "note": "x"}], [{}, {"n": 0}, {"n": -1, "note": None}]),
-            (pair, [], [{"n": True, "note": None}, {"n": 0, "note": 1}, {"n": 0, "note": None, "is_admin": True}]),
-            (rule(list, items=pair), [[{"n": 0, "note": None}]], [[{"n": 0}], [None], [{"n": 0, "note": None}, {}]]),
-            (rule(list), [lists(29)], [lists(30)]),
-        ]
-        for row, (field, accepted, refused) in enumerate(table):
-            got: Any = []
-            host = Host([own_tool(
-                arguments={"value": field},
-                handler=lambda invocation, got=got: got.append(invocation.arguments["value"]) or own_result(),
-            )])  # fmt: skip
-            for number, value in enumerate(accepted):
-                with self.subTest(row=row, accepted=number):
-                    self.dispatches(host, own_call(value, call_id=f"good-{number}"), "record", "OK fresh")
-                    self.assertEqual(repr(plain(got.pop())), repr(value))
-            for number, value in enumerate(refused):
-                with self.subTest(row=row, refused=number):
-                    self.dispatches(host, own_call(value, call_id=f"bad-{number}"), "input", "INVALID_ARGUMENTS")
-                    self.assertEqual(got, [])
-        two = {"a": rule(int), "b": rule(int, nullable=True)}
-        for arguments, gate in (
-            ({"b": None, "a": 1}, "record"), ({"a": 1}, "input"), ({"b": 1}, "input"), ({}, "input"),
-            ({"a": 1, "b": 2, "c": 3}, "input"), ({"a": 1, "B": 2}, "input"),
-        ):  # fmt: skip
-            with self.subTest(arguments=arguments):
-                end = "OK fresh" if gate == "record" else "INVALID_ARGUMENTS"
-                self.dispatches(Host([own_tool(arguments=two)]), bind("own_tool", arguments), gate, end)
-        self.dispatches(Host([own_tool(arguments={})]), bind("own_tool", {}), "record", "OK fresh")
-
-    def test_a_contract_that_cannot_work_is_refused_when_the_dispatcher_is_built(self) -> None:
-        rule = td.FieldRule
-        revisions = [field.name for field in dataclasses.fields(td.ToolSpec) if field.name.endswith("_revision")]
-        self.assertEqual(len(revisions), 6)
-        broken: list[dict[str, Any]] = [{"name": name} for name in ("", "a b", "a.b", "x" * 65, "tööl", "tool\n", None)]
-        broken += [{name: text} for name in revisions for text in ("", "  ", "unregistered", None, "x" * 256)]
-        broken += [{"source_label": text} for text in ("", "  ", None, "offline-dispatcher")]
-        broken += [{"effect": effect} for effect in ("delete", "", None, "READ", ["read"])]
-        limits = ("timeout_ms", "max_output_bytes", "max_output_depth")
-        broken += [{limit: value} for limit in limits for value in (0, -1, None, True, 1.5)]
-        broken += [{"max_output_depth": 31}, {"business_rule": lambda principal, arguments: True}]
-        broken += [{"find_receipt": lambda query: None}, {"handler": None}, {"authorize": None}]
-        broken += [{"effect": "write", name: "no function"} for name in ("business_rule", "find_receipt")]
-        no_rules: list[Any] = [None, [], {"value": str}, {"value": None}, {7: rule(str)}]
-        broken += [{name: rules} for name in ("arguments", "output") for rules in no_rules]
-        fields: list[dict[str, Any]] = [
-            {"type": bytes}, {"type": "str"}, {"type": None}, {"type": str, "minimum": 1}, {"type": str, "maximum": 1},
-            {"type": int, "min_length": 1}, {"type": int, "max_length": 1}, {"type": dict, "min_length": 1},
-            {"type": int, "pattern": "1"}, {"type": list, "pattern": "1"}, {"type": str, "pattern": "("},
-            {"type": int, "minimum": "1"}, {"type": str, "min_length": "1"}, {"type": bool, "minimum": 0},
-            {"type": int, "minimum": 2, "maximum": 1}, {"type": str, "min_length": 2, "max_length": 1},
-            {"type": int, "enum": ("1",)}, {"type": int, "enum": (1, True)}, {"type": int, "enum": (1.0,)},
-            {"type": str, "enum": ("a", 1)}, {"type": bool, "enum": (1,)}, {"type": float, "enum": (True,)},
-            {"type": str, "items": rule(int)}, {"type": list, "fields": {}}, {"type": str, "fields": {}},
-            {"type": dict, "items": rule(int)}, {"type": str, "pattern": 7}, {"type": str, "max_length": True},
-            {"type": list, "min_length": -1}, {"type": int, "minimum": 1.5}, {"type": int, "maximum": True},
-            {"type": float, "minimum": "1"}, {"type": float, "maximum": float("nan")}, {"type": str, "enum": ()},
-            {"type": str, "enum": "ab"}, {"type": int, "enum": (2**60,)}, {"type": str, "enum": ("\ud800",)},
-        ]  # fmt: skip
-        for options in fields:
-            broken.append({"arguments": {"value": rule(**options)}})
-            broken.append({"output": {"done": rule(**options)}, "max_output_depth": 30})
-            deeper = rule(list, items=rule(dict, fields={"inner": rule(**options)}))
-            broken.append({"arguments": {"value": deeper}})
-        no_arguments: list[Any] = ["no_such_argument", "", 7, ["value"]]
-        for argument in no_arguments:
-            broken.append({"output": {"echo": rule(str, equals_argument=argument)}})
-        broken.append({"arguments": {"value": rule(str, equals_argument="value")}})
-        for name in ("authorization", "Api-Key", "access_token", "call_id", "request_sha256", "PASSWORD", "set-cookie"):
-            inner = rule(dict, fields={name: rule(str)})
-            broken.append({"output": {name: rule(str)}})
-            broken.append({"output": {"inner": inner}, "max_output_depth": 30})
-            broken.append({"output": {"list": rule(list, items=inner)}, "max_output_depth": 30})
-        for deep in (rule(dict, fields={"deep": rule(str)}), rule(dict), rule(list)):
-            broken.append({"output": {"inner": deep}, "max_output_depth": 1})
-        for position, change in enumerate(broken):
-            with self.subTest(position=position, change=repr(change)[:80]):
-                spec = own_tool(**change)
-                with self.assertRaises(td.ToolContractError):
-                    td.Dispatcher([spec])
-        no_registry: list[Any] = [[own_tool(), own_tool(effect="write")], [None], ["own_tool"], own_tool(), None]
-        for tools in no_registry:
-            with self.subTest(tools=repr(tools)[:40]), self.assertRaises(td.ToolContractError):
-                td.Dispatcher(tools)
-        no_approvers: list[Any] = [REVIEWER, "", REVIEWER.encode(), frozenset({7}), frozenset({""}), None]
-        for approvers in no_approvers:
-            with self.subTest(approvers=approvers), self.assertRaises(td.ToolContractError):
-                td.Dispatcher([own_tool()], approvers=approvers)
-        works: list[dict[str, Any]] = [
-            {}, {"name": "a-Z_9" + "x" * 59}, {"max_output_depth": 30}, {"max_output_bytes": 1, "timeout_ms": 1},
-            {"effect": "write"}, {"output": {"echo": rule(str, equals_argument="value"), "secretary": rule(str)}},
-            {"output": {"inner": rule(dict, fields={"deep": rule(str)})}, "max_output_depth": 2},
-            {"arguments": {"value": rule(float, minimum=0, maximum=0, enum=(0.0,))}},
-            {"arguments": {"value": rule(str), "password": rule(str)}},
-        ]  # fmt: skip
-        for change in works:
-            with self.subTest(works=repr(change)[:80]):
-                td.Dispatcher([own_tool(**change)])
-
-    def test_a_registry_and_its_contracts_are_read_only(self) -> None:
-        fields = {"n": td.FieldRule(int)}
-        arguments = {"value": td.FieldRule(dict, fields=fields)}
-        output = {"done": td.FieldRule(bool)}
-        tools = [own_tool(arguments=arguments, output=output)]
-        host = Host(tools)
-        spec = host.dispatcher.registry["own_tool"]
-        for frozen in (host.dispatcher.registry, spec.arguments, spec.output):
-            for method, given in (("__setitem__", ("x", spec)), ("__delitem__", ("own_tool",)), ("clear", ())):
-                with self.assertRaises(AttributeError):
-                    getattr(frozen, method)(*given)
-        with self.assertRaises(AttributeError):
-            spec.effect = "write"  # type: ignore[misc]
-        fields["is_admin"] = arguments["is_admin"] = output["is_admin"] = td.FieldRule(bool)
-        tools.append(own_tool(name="late_tool"))
-        self.assertEqual(list(host.dispatcher.registry), ["own_tool"])
-        self.dispatches(host, own_call({"n": 1}), "record", "OK fresh")
-        extra = own_call({"n": 1, "is_admin": True}, call_id="call-2")
-        self.dispatches(host, extra, "input", "INVALID_ARGUMENTS")
-        extra = bind("own_tool", {"value": {"n": 1}, "is_admin": True}, call_id="call-3")
-        self.dispatches(host, extra, "input", "INVALID_ARGUMENTS")
-        self.dispatches(host, bind("late_tool", {"value": "x"}, call_id="call-4"), "registry", "UNKNOWN_TOOL")
-
-
-class CallIdentityTests(DispatcherCase):
-    def test_one_provider_call_is_one_request_whether_it_was_valid_or_not(self) -> None:
-        good = write_call()
-        refused = [
-            (bind("create_refund_draft", {"order_ref": "ORDER-7"}, idempotency_key="key-1"), "input"),
-            (bind("create_refund_draft", {"order_ref": 2**60}, idempotency_key="key-1"), "input"),
-            (bind("no_such_tool", {}, idempotency_key="key-1"), "registry"),
-            (bind(["create_refund_draft"], {}, idempotency_key="key-1"), "registry"),
-            (write_call("ORDER-8"), "authorization"),
-            (write_call(idempotency_key=None), "idempotency_key"),
-        ]
-        codes = {"input": "INVALID_ARGUMENTS", "registry": "UNKNOWN_TOOL", "authorization": "NOT_FOUND"}
-        for first, gate in refused:
-            with self.subTest(first=first.name, gate=gate):
-                host = Host()
-                for _ in range(2):
-                    code = codes.get(gate, "IDEMPOTENCY_KEY_REQUIRED")
-                    self.dispatches(host, first, gate, code, approvals=())
-                self.dispatches(host, good, "call_identity", "CALL_ID_CONFLICT")
-                self.assertEqual(host.shop.side_effect_count, 0)
-        host = Host()
-        self.dispatches(host, good, "record", "OK fresh")
-        for number, other in enumerate(
-            (
-                write_call(reason="other"),
-                write_call(idempotency_key="key-2"),
-                write_call(operation_id="op-2"),
-                write_call("ORDER-8"),
-                read_call(idempotency_key="key-1"),
-                bind("create_refund_draft", {}, idempotency_key="key-1"),
-            )
-        ):
-            with self.subTest(other=number):
-                self.dispatches(host, other, "call_identity", "CALL_ID_CONFLICT")
-        self.dispatches(host, good, "idempotency", "OK local_replay", approvals=())
-        self.assertEqual(host.shop.side_effect_count, 1)
-
-    def test_call_identities_are_kept_apart_by_principal_profile_response_and_call(self) -> None:
-        host = Host()
-        self.dispatches(host, read_call(), "record", "OK fresh")
-        admin = ("support_admin",)
-        apart: list[tuple[td.Principal, td.ToolCall]] = [
-            (td.Principal("tenant-a", "user-2", admin), read_call("ORDER-8")),
-            (td.Principal("tenant-b", "user-1", admin), read_call("ORDER-9")),
-            (dataclasses.replace(USER, roles=admin), read_call("ORDER-8", response_id="resp-2")),
-            (dataclasses.replace(USER, roles=admin), read_call("ORDER-8", call_id="call-2")),
-        ]
-        apart += [(dataclasses.replace(USER, roles=admin), read_call("ORDER-8", **profile)) for profile in PROFILES[1:]]
-        for principal, call in apart:
-            with self.subTest(principal=principal, context=call.context):
-                self.dispatches(host, call, "record", "OK fresh", principal=principal)
-        promoted = dataclasses.replace(USER, roles=admin)
-        self.dispatches(host, read_call("ORDER-8"), "call_identity", "CALL_ID_CONFLICT", principal=promoted)
-
-    def test_the_identity_of_a_query_serves_no_dispatch_and_the_reverse(self) -> None:
-        host = Host()
-        written = self.dispatches(host, write_call(), "record", "OK fresh")
-        self.asks(host, write_call(), written, "call_identity", "CALL_ID_CONFLICT")
-        ask = write_call(call_id="ask")
-        for _ in range(2):
-            self.asks(host, ask, written, "operation", "OK local_replay")
-        self.dispatches(host, ask, "call_identity", "CALL_ID_CONFLICT")
-        for gate, code, call in (
-            ("registry", "UNKNOWN_TOOL", bind("no_such_tool", {}, call_id="ask-1")),
-            ("input", "INVALID_ARGUMENTS", bind("create_refund_draft", {}, call_id="ask-2", idempotency_key="key-1")),
-            ("authorization", "NOT_FOUND", write_call("ORDER-8", call_id="ask-3")),
-            ("status_reference", "NOT_FOUND", write_call(call_id="ask-4")),
-        ):
-            with self.subTest(refused_query=gate):
-                self.asks(host, call, None, gate, code)
-                self.dispatches(host, call, "call_identity", "CALL_ID_CONFLICT", approvals=())
-        refused = write_call("ORDER-8", call_id="call-5")
-        self.dispatches(host, refused, "authorization", "NOT_FOUND")
-        self.asks(host, refused, None, "call_identity", "CALL_ID_CONFLICT")
-        self.assertEqual(host.shop.side_effect_count, 1)
-
-
-class ApprovalTests(DispatcherCase):
-    def assert_invalid(self, host: Host, call: td.ToolCall, *approvals: Any, **options: Any) -> None:
-        answer = self.dispatches(host, call, "approval", "APPROVAL_INVALID", approvals=list(approvals), **options)
-        self.assertIsNone(status_ref(answer))
-        self.assertEqual(host.shop.side_effect_count, 0)
-
-    def test_every_field_of_an_approval_must_match_the_call(self) -> None:
-        host, call = Host(), write_call()
-        valid = host.approve(call)
-        changes: dict[str, list[Any]] = {
-            field.name: ["other", ["x"], None, 7, True] for field in dataclasses.fields(td.Approval)
-        }
-        changes["approval_digest"] += [NO_DIGEST, valid.approval_digest.upper(), valid.approval_digest[:-1]]
-        changes["expires_at"] = [NOW + 59, NOW + 61, NOW - 1, float(NOW + 60), True, "soon", None]
-        changes["provider"] += ["anthropic"]
-        changes["tool_name"] += ["get_order"]
-        self.assertEqual(len(changes), 14)
-        for name, values in changes.items():
-            for value in values:
-                with self.subTest(field=name, value=value):
-                    self.assert_invalid(host, call, dataclasses.replace(valid, **{name: value}))
-        others = {
-            "response": write_call(response_id="resp-2"),
-            "call": write_call(call_id="call-2"),
-            "operation": write_call(operation_id="op-2"),
-            "key": write_call(idempotency_key="key-2"),
-            "arguments": write_call(reason="other"),
-            "profile": write_call(**PROFILES[1]),
-            "tool": read_call(idempotency_key="key-1"),
-        }
-        for name, other in others.items():
-            with self.subTest(approved=name):
-                self.assert_invalid(host, call, host.approve(other))
-        for principal in (td.Principal("tenant-b", "user-1", ()), td.Principal("tenant-a", "user-2", ())):
-            with self.subTest(approved=principal):
-                self.assert_invalid(host, call, host.approve(call, principal=principal))
-        for name in ("policy_revision", "input_schema_revision", "output_schema_revision", "effect_revision"):
-            with self.subTest(changed_since=name):
-                change: dict[str, Any] = {name: "changed-v9"}
-                self.assert_invalid(rewired(**change), call, valid)
-        self.dispatches(host, call, "record", "OK fresh", approvals=[valid])
-
-    def test_a_malformed_approval_never_raises_and_never_passes(self) -> None:
-        host, call = Host(), write_call()
-        valid = host.approve(call)
-        names = [field.name for field in dataclasses.fields(td.Approval)]
-        bad: list[Any] = [[REVIEWER], {REVIEWER}, {}, b"x", 1.5, float("nan"), 2**70, "\ud800", "", "x" * 300]
-        for name in names:
-            for number, value in enumerate([*bad, Untouchable(), object(), lists(5_000)]):
-                with self.subTest(field=name, value=number):
-                    self.assert_invalid(host, call, dataclasses.replace(valid, **{name: value}))
-        alike = types.SimpleNamespace(**{name: getattr(valid, name) for name in names})
-        as_dict = {name: getattr(valid, name) for name in names}
-        no_approvals = [None, True, "approved", REVIEWER, 7, (), [valid], alike, as_dict, Untouchable()]
-        for number, value in enumerate(no_approvals):
-            with self.subTest(no_approval=number):
-                self.assert_invalid(host, call, value)
-        self.assert_invalid(host, call, forged_approval(host, call, expires_at=float(NOW + 60)))
-
-    def test_the_approver_is_on_the_list_and_is_not_the_principal(self) -> None:
-        host, call = Host(), write_call()
-        for approver in ("human-reviewer-2", "HUMAN-REVIEWER-1", "human-reviewer-1 ", "user-1"):
-            with self.subTest(approver=approver):
-                self.assert_invalid(host, call, forged_approval(host, call, approver_id=approver))
-        approvers = frozenset({REVIEWER, "human-reviewer-2", "user-1"})
-        host.dispatcher = td.Dispatcher(host.shop.tools(), approvers=approvers)
-        self.assert_invalid(host, call, forged_approval(host, call, approver_id="user-1"))
-        reviewer = td.Principal("tenant-a", REVIEWER, ("support_admin",))
-        own = forged_approval(host, call, principal=reviewer, approver_id=REVIEWER)
-        self.assert_invalid(host, call, own, principal=reviewer)
-        swapped = dataclasses.replace(host.approve(call), approver_id="human-reviewer-2")
-        self.assert_invalid(host, call, swapped)
-        nobody = Host()
-        nobody.dispatcher = td.Dispatcher(nobody.shop.tools())
-        self.assert_invalid(nobody, call, host.approve(call))
-        second = host.approve(call, approver_id="human-reviewer-2")
-        self.dispatches(host, call, "record", "OK fresh", approvals=[second])
-
-    def test_an_approval_lives_for_sixty_seconds_at_most_and_is_dead_at_its_expiry_second(self) -> None:
-        for ttl in (1, 30, 60):
-            with self.subTest(ttl=ttl):
-                host, call = Host(), write_call()
-                approval = host.approve(call, ttl_seconds=ttl)
-                self.assertEqual(approval.expires_at, NOW + ttl)
-                self.assert_invalid(host, call, approval, now=NOW + ttl)
-                self.assert_invalid(host, call, approval, now=NOW + ttl + 1)
-                self.dispatches(host, call, "record", "OK fresh", approvals=[approval], now=NOW + ttl - 1)
-        host, call = Host(), write_call()
-        self.assertEqual(host.approve(call).expires_at, NOW + td.APPROVAL_TTL_SECONDS)
-        self.assert_invalid(host, call, host.approve(call, now=NOW + 1))
-        for expires_at in (NOW, NOW + 61, NOW + 3_600, td.MAX_PORTABLE_UNIX_SECONDS, 0):
-            with self.subTest(fitting_digest=expires_at):
-                self.assert_invalid(host, call, forged_approval(host, call, expires_at=expires_at))
-        for expires_at in (NOW + 1, NOW + 59):
-            with self.subTest(edited=expires_at):
-                self.assert_invalid(host, call, dataclasses.replace(host.approve(call), expires_at=expires_at))
-        bad: list[dict[str, Any]] = [{"ttl_seconds": ttl} for ttl in (0, -1, 61, True, 1.5, "60", None)]
-        bad += [{"approver_id": approver} for approver in ("", None, [REVIEWER], "\n")]
-        bad += [{"now": now} for now in (True, -1, None, td.MAX_PORTABLE_UNIX_SECONDS)]
-        for options in [*bad, {"principal": None}]:
-            with self.subTest(refused=options), self.assertRaises(td.ContractError):
-                host.approve(call, **options)
-
-    def test_one_valid_approval_among_others_is_enough_and_none_at_all_is_told_apart(self) -> None:
-        host, call = Host(), write_call()
-        expired = host.approve(call, now=NOW - 60)
-        other = host.approve(write_call(call_id="call-2"))
-        self.dispatches(host, call, "approval", "APPROVAL_REQUIRED", approvals=())
-        self.dispatches(host, call, "approval", "APPROVAL_REQUIRED", approvals=[])
-        self.assert_invalid(host, call, expired, other, None, Untouchable())
-        for position in range(3):
-            with self.subTest(position=position):
-                host = Host()
-                approvals: list[Any] = [expired, Untouchable(), other]
-                approvals.insert(position, host.approve(call))
-                self.dispatches(host, call, "record", "OK fresh", approvals=tuple(approvals))
-                self.assertEqual(host.shop.side_effect_count, 1)
-        smuggled = {"order_ref": "ORDER-7", "reason": "damaged", "approval": "human-reviewer-1"}
-        call = bind("create_refund_draft", smuggled, idempotency_key="key-1")
-        self.dispatches(Host(), call, "input", "INVALID_ARGUMENTS", approvals=())
-
-
-class IdempotencyTests(DispatcherCase):
-    def test_a_replay_needs_no_approval_runs_nothing_and_changes_only_the_delivery(self) -> None:
-        shop = td.MockShop()
-        runs: Any = []
-        real = write_spec(shop).handler
-        host = rewired(shop, handler=lambda invocation: runs.append(invocation) or real(invocation))
-        first = self.dispatches(host, write_call(), "record", "OK fresh")
-        retry = write_call(response_id="resp-2", call_id="call-2", operation_id="op-2")
-        again = self.dispatches(host, retry, "idempotency", "OK local_replay", approvals=(), now=NOW + 500)
-        self.assertEqual((len(runs), shop.side_effect_count), (1, 1))
-        expected = plain(first["model_result"])
-        expected["execution"]["delivery"] = "local_replay"
-        self.assertEqual(td.canonical_json(again["model_result"]), td.canonical_json(expected))
-        audits = first["protected_audit"], again["protected_audit"]
-        self.assertEqual(audits[0]["downstream"], audits[1]["downstream"])
-        self.assertEqual([audit["operation_id"] for audit in audits], ["op-1", "op-2"])
-        request = audits[0]["binding"]["request_sha256"]
-        self.assertEqual(request, audits[1]["binding"]["request_sha256"])
-        self.assertRegex(status_ref(first), r"\Astatus_[0-9a-f]{32}\Z")
-        self.assertIn(status_ref(first)[7:], td.digest({"scope": list(SCOPE), "request_sha256": request}))
-
-    def test_a_replay_passes_the_gates_before_it_and_none_behind_it(self) -> None:
-        class EditedLedger(td.MemoryLedger):
-            edited = False
-
-            def find(self, scope: Any) -> td.OperationRecord | None:
-                held = super().find(scope)
-                if held is None or held.result is None or not self.edited:
-                    return held
-                data = dict(held.result.data) | {"reason": "other"}
-                return dataclasses.replace(held, result=dataclasses.replace(held.result, data=data))
-
-        ledger = EditedLedger()
-        host = rewired(ledger=ledger)
-        order = host.shop.orders["ORDER-7"]
-        first = self.dispatches(host, write_call(), "record", "OK fresh")
-        order.status = "refunded"
-        retry = write_call(call_id="call-2")
-        self.dispatches(host, retry, "idempotency", "OK local_replay", approvals=(), deadline=0, now=NOW)
-        order.owner_id = "user-2"
-        self.dispatches(host, retry, "authorization", "NOT_FOUND", approvals=())
-        self.asks(host, write_call(call_id="ask-1"), first, "authorization", "NOT_FOUND")
-        order.owner_id = "user-1"
-        self.dispatches(host, retry, "idempotency", "OK local_replay", approvals=())
-        self.asks(host, write_call(call_id="ask-2"), first, "operation", "OK local_replay")
-        ledger.edited = True
-        broken = host.dispatch(retry, approvals=())
-        self.assertEqual((broken["model_result"]["status"], data_of(broken)), ("unknown", None))
-        self.assertEqual(verdict(broken)[0], "OUTPUT_CONTRACT_VIOLATION")
-        self.assertEqual(host.shop.side_effect_count, 1)
-
-    def test_the_same_key_for_another_intent_profile_or_revision_is_a_conflict(self) -> None:
-        calls = [write_call(call_id="call-2", **change) for change in ({"reason": "other"}, *PROFILES[1:])]
-        names = ("handler_revision", "producer_revision", "effect_revision", "output_schema_revision")
-        for failure, end in (("none", "OK local_replay"), ("timeout_after_commit", "OUTCOME_UNKNOWN")):
-            ledger = td.MemoryLedger()
-            host = rewired(ledger=ledger)
-            host.shop.inject(failure)
-            first = host.dispatch(write_call())
-            for number, call in enumerate(calls):
-                with self.subTest(failure=failure, call=number):
-                    answer = self.dispatches(host, call, "idempotency", "IDEMPOTENCY_CONFLICT")
-                    self.assertIsNone(status_ref(answer))
-            for name in names:
-                with self.subTest(failure=failure, revision=name):
-                    upgraded = rewired(host.shop, ledger=ledger, **{name: "changed-v9"})
-                    call = write_call(call_id=f"{name}-1")
-                    self.dispatches(upgraded, call, "idempotency", "IDEMPOTENCY_CONFLICT")
-                    call = write_call(call_id=f"{name}-2")
-                    self.asks(upgraded, call, first, "operation", "STATUS_CONFLICT")
-            same = self.dispatches(host, write_call(call_id="same", operation_id="op-9"), "idempotency", end)
-            self.assertEqual(status_ref(same), status_ref(first))
-            self.assertEqual(host.shop.side_effect_count, 1)
-
-    def test_a_key_is_scoped_by_tenant_subject_and_tool(self) -> None:
-        host = Host()
-        twin = dataclasses.replace(write_spec(host.shop), name="create_second_draft")
-        host.dispatcher = td.Dispatcher([*host.shop.tools(), twin], approvers=frozenset({REVIEWER}))
-        arguments = {"order_ref": "ORDER-7", "reason": "damaged"}
-        work: list[tuple[td.Principal, td.ToolCall]] = [
-            (USER, write_call()),
-            (USER, write_call(call_id="call-2", idempotency_key="key-2")),
-            (USER, write_call(call_id="call-3", idempotency_key="KEY-1")),
-            (USER, bind("create_second_draft", arguments, call_id="call-4", idempotency_key="key-1")),
-            (td.Principal("tenant-a", "user-2", ("support_admin",)), write_call()),
-            (td.Principal("tenant-b", "user-1", ()), write_call("ORDER-9")),
-        ]
-        references = set()
-        for number, (principal, call) in enumerate(work, 1):
-            with self.subTest(number=number):
-                answer = self.dispatches(host, call, "record", "OK fresh", principal=principal)
-                self.assertEqual(data_of(answer)["draft_id"], f"DRAFT-{number}")
-                references.add(status_ref(answer))
-        self.assertEqual((host.shop.side_effect_count, len(references)), (6, 6))
-        for principal, call in work:
-            self.dispatches(host, call, "idempotency", "OK local_replay", principal=principal, approvals=())
-
-    def test_an_operation_that_may_have_run_is_never_run_again(self) -> None:
-        def raising(failure: BaseException) -> Callable[[Any], Any]:
-            def fail(result: Any) -> Any:
-                raise failure
-
-            return fail
-
-        violation = ("output", "OUTPUT_CONTRACT_VIOLATION")
-
-        def returning(**changes: Any) -> Callable[[Any], Any]:
-            return lambda result: dataclasses.replace(result, **changes)
-
-        extra = {"draft_id": "DRAFT-1", "order_ref": "ORDER-7", "reason": "damaged", "status": "done"}
-        table: list[tuple[Any, Any, Any]] = [
-            (raising(RuntimeError("lost")), td.MemoryLedger, ("handler", "OUTCOME_UNKNOWN")),
-            (raising(td.HostContextError("lost")), td.MemoryLedger, ("handler", "OUTCOME_UNKNOWN")),
-            (raising(RecursionError()), td.MemoryLedger, ("handler", "OUTCOME_UNKNOWN")),
-            (raising(KeyboardInterrupt()), td.MemoryLedger, KeyboardInterrupt),
-            (raising(SystemExit(3)), td.MemoryLedger, SystemExit),
-            (returning(data=extra), td.MemoryLedger, violation),
-            (returning(producer_revision="v9"), td.MemoryLedger, violation),
-            (lambda result: None, td.MemoryLedger, violation),
-            (lambda result: result.data, td.MemoryLedger, violation),
-            (lambda result: result, BrokenLedger, ("record", "OUTCOME_UNKNOWN")),
-            (raising(td.NotStarted("RATE_LIMIT")), BrokenLedger, ("handler", "OUTCOME_UNKNOWN")),
-        ]
-        for number, (after, new_ledger, end) in enumerate(table):
-            with self.subTest(number=number):
-                shop, ledger = td.MockShop(), new_ledger()
-                real = write_spec(shop).handler
-                host = rewired(shop, ledger=ledger, handler=lambda call, real=real, after=after: after(real(call)))
-                if isinstance(end, tuple):
-                    first = self.dispatches(host, write_call(), *end)
-                    self.assertEqual(status_ref(first), ledger.find(SCOPE).status_ref)
-                else:
-                    with self.assertRaises(end):
-                        host.dispatch(write_call())
-                for attempt in range(2):
-                    retry = write_call(call_id=f"retry-{attempt}", operation_id="op-2")
-                    answer = self.dispatches(host, retry, "idempotency", "OUTCOME_UNKNOWN")
-                    self.assertEqual(status_ref(answer), ledger.find(SCOPE).status_ref)
-                other = write_call(reason="other", call_id="other")
-                self.dispatches(host, other, "idempotency", "IDEMPOTENCY_CONFLICT")
-                self.assertEqual((ledger.find(SCOPE).state, shop.side_effect_count), ("pending", 1))
-
-    def test_a_handler_that_proves_nothing_happened_frees_the_key(self) -> None:
-        for code in ("TIMEOUT_BEFORE_EXECUTE", "RATE_LIMIT", "TOOL_ERROR", "BUSINESS_RULE_VIOLATION"):
-            with self.subTest(code=code):
-                shop = td.MockShop()
-                real = write_spec(shop).handler
-                failures = [td.NotStarted(code)]
-
-                def handler(invocation: td.Invocation, real: Any = real, failures: Any = failures) -> Any:
-                    if failures:
-                        raise failures.pop()
-                    return real(invocation)
-
-                host = rewired(shop, handler=handler)
-                first = self.dispatches(host, write_call(), "handler", code)
-                self.assertIsNotNone(status_ref(first))
-                known = self.asks(host, write_call(call_id="ask-1"), first, "operation", code)
-                self.assertEqual(verdict(known)[1], "not_started")
-                self.dispatches(host, write_call(), "approval", "APPROVAL_REQUIRED", approvals=())
-                other = write_call(reason="other", call_id="other")
-                self.dispatches(host, other, "record", "OK fresh")
-                self.asks(host, write_call(call_id="ask-2"), first, "operation", code)
-                self.assertEqual(shop.side_effect_count, 1)
-                host = rewired(ledger=None, handler=handler)
-                failures.append(td.NotStarted(code))
-                first = self.dispatches(host, write_call(), "handler", code)
-                second = self.dispatches(host, write_call(call_id="retry"), "record", "OK fresh")
-                self.assertEqual(status_ref(first), status_ref(second))
-                self.asks(host, write_call(call_id="ask"), first, "operation", "OK local_replay")
-                self.assertEqual(shop.side_effect_count, 2)
-                read = own_tool(handler=lambda invocation, code=code: (_ for _ in ()).throw(td.NotStarted(code)))
-                self.assertIsNone(status_ref(self.dispatches(Host([read]), own_call(), "handler", code)))
-        ledger, tokens, waiting = td.MemoryLedger(), set(), [write_call(call_id="inner")]
-
-        def refused(invocation: td.Invocation) -> Any:
-            held: Any = ledger.find(SCOPE)
-            tokens.add(held.token)
-            raise td.NotStarted("RATE_LIMIT")
-
-        def overtaken(principal: Any, arguments: Any) -> bool:
-            if waiting:
-                self.dispatches(host, waiting.pop(), "handler", "RATE_LIMIT")
-            return True
-
-        host = rewired(ledger=ledger, handler=refused, business_rule=overtaken)
-        self.dispatches(host, write_call(), "handler", "RATE_LIMIT")
-        for restarted in (rewired(ledger=ledger, handler=refused), rewired(ledger=ledger, handler=refused)):
-            for _ in range(2):
-                self.dispatches(restarted, write_call(), "handler", "RATE_LIMIT")
-        self.assertEqual(len(tokens), 6)
-        for failure, code in (
-            ("timeout_before_execute", "TIMEOUT_BEFORE_EXECUTE"),
-            ("rate_limit", "RATE_LIMIT"),
-            ("tool_error", "TOOL_ERROR"),
-        ):
-            with self.subTest(injected=failure):
-                host = Host()
-                host.shop.inject(failure)
-                self.dispatches(host, write_call(), "handler", code)
-                self.assertEqual(host.shop.side_effect_count, 0)
-                self.dispatches(host, write_call(call_id="retry"), "record", "OK fresh")
-                host.shop.inject(failure)
-                self.dispatches(host, read_call(call_id="read-1"), "handler", code)
-                host.shop.inject(failure)
-                host.shop.inject("none")
-                self.dispatches(host, read_call(call_id="read-2"), "record", "OK fresh")
-                with self.assertRaises(ValueError):
-                    host.shop.inject("no_such_failure")
-
-    def test_what_a_handler_raised_is_logged_for_the_host_and_never_packed(self) -> None:
-        unknown: list[Any] = ["OK", "NOT_FOUND", "OUTCOME_UNKNOWN", "rate_limit", "", None, ["RATE_LIMIT"], {}, 7]
-        alike = type("AlsoNotStarted", (Exception,), {"code": "RATE_LIMIT"})
-        failures: list[Exception] = [RuntimeError("card 4111 declined"), OSError(4111, "lost"), alike("card 4111")]
-
-        def failing(failure: Any) -> Callable[[td.Invocation], td.HandlerResult]:
-            def handler(invocation: td.Invocation) -> td.HandlerResult:
-                raise td.NotStarted(failure[0]) if isinstance(failure, tuple) else failure
-
-            return handler
-
-        for number, failure in enumerate([*failures, *((code,) for code in unknown)]):
-            for effect, code in (("read", "TOOL_ERROR"), ("write", "OUTCOME_UNKNOWN")):
-                with self.subTest(number=number, effect=effect):
-                    host = Host([own_tool(effect=effect, handler=failing(failure))])
-                    call = own_call(idempotency_key="key-1")
-                    with self.assertLogs("tool_dispatcher") as logs:
-                        answer = self.dispatches(host, call, "handler", code)
-                    self.assertEqual("4111" in "\n".join(logs.output), number < len(failures))
-                    self.assertNotIn("4111", json.dumps(answer))
-                    if effect == "write":
-                        self.dispatches(host, call, "idempotency", "OUTCOME_UNKNOWN")
-        for interrupt in (KeyboardInterrupt(), SystemExit(3)):
-            with self.subTest(interrupt=interrupt), self.assertRaises(type(interrupt)):
-                Host([own_tool(handler=failing(interrupt))]).dispatch(own_call())
-        broken = own_tool(handler=lambda invocation: own_result(data={"done": 1}))
-        self.dispatches(Host([broken]), own_call(), "output", "OUTPUT_CONTRACT_VIOLATION")
-
-    def test_the_order_must_be_paid_at_the_gate_and_at_the_commit(self) -> None:
-        for status in ("refunded", "pending"):
-            with self.subTest(status=status):
-                shop = td.MockShop()
-                real = write_spec(shop).handler
-                host, call = Host(), write_call()
-                approval = host.approve(call)
-                host.shop.orders["ORDER-7"].status = status
-                self.dispatches(host, call, "business_state", "BUSINESS_RULE_VIOLATION", approvals=[approval])
-                self.assertEqual(host.shop.side_effect_count, 0)
-
-                def overtaken(invocation: Any, shop: Any = shop, real: Any = real, status: str = status) -> Any:
-                    shop.orders["ORDER-7"].status = status
-                    return real(invocation)
-
-                host = rewired(shop, handler=overtaken)
-                self.dispatches(host, call, "handler", "BUSINESS_RULE_VIOLATION", approvals=[host.approve(call)])
-                self.assertEqual(shop.side_effect_count, 0)
-                shop.orders["ORDER-7"].status = "paid"
-                host = rewired(shop)
-                self.dispatches(host, call, "record", "OK fresh")
-                self.assertEqual(shop.side_effect_count, 1)
-
-
-class LedgerTests(DispatcherCase):
-    def test_the_scope_is_reserved_before_the_handler_runs(self) -> None:
-        shop, ledger = td.MockShop(), td.MemoryLedger()
-        real = write_spec(shop).handler
-
-        def handler(invocation: Any) -> td.HandlerResult:
-            held: Any = ledger.find(SCOPE)
-            self.assertIsNotNone(held)
-            self.assertEqual((held.state, held.reserved_at, held.result), ("pending", NOW, None))
-            self.assertEqual((held.status_ref, held.request_sha256), (invocation.status_ref, invocation.request_sha256))
-            self.assertEqual(ledger.find_by_status_ref(invocation.status_ref), held)
-            self.assertEqual(
-                (invocation.principal, plain(invocation.arguments), invocation.operation_id),
-                (USER, {"order_ref": "ORDER-7", "reason": "damaged"}, "op-1"),
-            )
-            self.assertEqual((invocation.idempotency_key, invocation.timeout_ms, invocation.now), ("key-1", 800, NOW))
-            self.dispatches(host, write_call(call_id="inside"), "idempotency", "OUTCOME_UNKNOWN")
-            return real(invocation)
-
-        host = rewired(shop, ledger=ledger, handler=handler)
-        self.run_together(lambda: self.dispatches(host, write_call(), "record", "OK fresh"))
-        settled: Any = ledger.find(SCOPE)
-        self.assertEqual((shop.side_effect_count, settled.state), (1, "succeeded"))
-        for inner, failure, end in (
-            (write_call(call_id="inner"), "none", "OK local_replay"),
-            (write_call(call_id="inner"), "timeout_after_commit", "OUTCOME_UNKNOWN"),
-            (write_call(call_id="inner", reason="other"), "none", "IDEMPOTENCY_CONFLICT"),
-        ):
-            with self.subTest(overtaken_after_the_idempotency_gate=end):
-                shop = td.MockShop()
-                waiting = [(inner, failure)]
-                hosts: list[Host] = []
-
-                def overtaken(
-                    principal: Any, arguments: Any, hosts: list[Host] = hosts, waiting: Any = waiting
-                ) -> bool:
-                    if waiting:
-                        call, failure = waiting.pop()
-                        hosts[0].shop.inject(failure)
-                        hosts[0].dispatch(call)
-                    return True
-
-                host = rewired(shop, business_rule=overtaken)
-                hosts.append(host)
-                self.run_together(functools.partial(self.dispatches, host, write_call(), "reservation", end))
-                self.assertEqual(shop.side_effect_count, 1)
-
-    def test_threads_with_one_key_cause_one_side_effect(self) -> None:
-        shop = td.MockShop()
-        started, go_on = threading.Event(), threading.Event()
-        real = write_spec(shop).handler
-
-        def slow(invocation: td.Invocation) -> td.HandlerResult:
-            started.set()
-            go_on.wait(WAIT)
-            return real(invocation)
-
-        def second() -> None:
-            try:
-                self.assertTrue(started.wait(WAIT))
-                self.dispatches(host, write_call(call_id="call-2"), "idempotency", "OUTCOME_UNKNOWN")
-            finally:
-                go_on.set()
-
-        host = rewired(shop, handler=slow)
-        self.run_together(lambda: self.dispatches(host, write_call(), "record", "OK fresh"), second)
-        self.dispatches(host, write_call(call_id="call-3"), "idempotency", "OK local_replay", approvals=())
-        self.assertEqual(shop.side_effect_count, 1)
-        crowd = 16
-        barrier = threading.Barrier(crowd)
-        crowded = rewired(business_rule=lambda principal, arguments: barrier.wait(WAIT) >= 0)  # all are past gate 7
-
-        def one(number: int) -> tuple[str, str]:
-            trace: list[Any] = []
-            call = write_call(response_id=f"resp-{number}", call_id=f"call-{number}", operation_id=f"op-{number}")
-            answer = crowded.dispatch(call, trace=trace)
-            self.assertEqual(td.validate_result(USER, call, crowded.spec(call), answer), [])
-            gate, end = trace[-1]
-            return gate, end
-
-        ends = collections.Counter(self.run_together(*(functools.partial(one, number) for number in range(crowd))))
-        self.assertEqual(ends[("record", "OK fresh")], 1)
-        self.assertEqual(ends[("reservation", "OK local_replay")] + ends[("reservation", "OUTCOME_UNKNOWN")], crowd - 1)
-        self.assertEqual(crowded.shop.side_effect_count, 1)
-
-    def test_threads_with_keys_of_their_own_lose_nothing(self) -> None:
-        interval = sys.getswitchinterval()
-        self.addCleanup(sys.setswitchinterval, interval)
-        sys.setswitchinterval(1e-6)
-        host, crowd, each = Host(), 16, 4
-        barrier = threading.Barrier(crowd)
-
-        def work(number: int, gate: str, end: str) -> list[str]:
-            drafts: list[str] = []
-            barrier.wait(WAIT)
-            for turn in range(each):
-                name = f"{number}-{turn}"
-                call = write_call(call_id=f"{gate}-{name}", operation_id=f"op-{name}", idempotency_key=f"key-{name}")
-                answer = self.dispatches(host, call, gate, end)
-                drafts.append(data_of(answer)["draft_id"])
-            return drafts
-
-        fresh = self.run_together(*(functools.partial(work, n, "record", "OK fresh") for n in range(crowd)))
-        self.assertEqual(host.shop.side_effect_count, crowd * each)
-        numbers = {f"DRAFT-{number}" for number in range(1, crowd * each + 1)}
-        self.assertEqual({draft for drafts in fresh for draft in drafts}, numbers)
-        replayed = self.run_together(
-            *(functools.partial(work, n, "idempotency", "OK local_replay") for n in range(crowd))
+            limit=PROCESS_WAIT,
         )
-        self.assertEqual(replayed, fresh)
-        self.assertEqual(host.shop.side_effect_count, crowd * each)
-
-    def test_the_first_writer_wins_when_a_query_reconciles_a_running_handler(self) -> None:
-        for late_failure in (None, td.NotStarted("TOOL_ERROR"), RuntimeError("late")):
-            with self.subTest(late_failure=late_failure):
-                shop = td.MockShop()
-                real = write_spec(shop).handler
-
-                hosts: list[Host] = []
-
-                def handler(
-                    invocation: Any, real: Any = real, late: Any = late_failure, hosts: list[Host] = hosts
-                ) -> Any:
-                    result = real(invocation)
-                    asked = {
-                        "status_ref": invocation.status_ref, "expected_request_sha256": invocation.request_sha256,
-                    }  # fmt: skip
-                    self.asks(hosts[0], write_call(call_id="ask"), None, "record", "OK receipt_reconciled", **asked)
-                    if late:
-                        raise late
-                    return dataclasses.replace(result, resource_revision="late-r9")
-
-                host = rewired(shop, handler=handler)
-                hosts.append(host)
-                first = self.run_together(functools.partial(host.dispatch, write_call()))[0]
-                self.assertEqual(td.validate_result(USER, write_call(), host.spec(write_call()), first), [])
-                if late_failure is None:
-                    self.assertEqual(verdict(first)[:2], ("OK", "committed"))
-                    self.assertEqual(first["model_result"]["provenance"]["resource_revision"], "draft-1-r1")
-                retry = write_call(call_id="retry")
-                again = self.dispatches(host, retry, "idempotency", "OK local_replay", approvals=())
-                self.assertEqual(again["model_result"]["provenance"]["resource_revision"], "draft-1-r1")
-                self.assertEqual(shop.side_effect_count, 1)
-        ledger = td.MemoryLedger()
-        started: list[str] = []
-
-        def forgotten(invocation: Any) -> td.HandlerResult:
-            started.append(invocation.operation_id)
-            if len(started) == 2:
-                raise RuntimeError("lost")
-            held: Any = ledger.find(SCOPE)
-            ledger.complete(held, own_result())
-            ledger.forget(NOW + 1)
-            self.dispatches(host, write_call(call_id="newer"), "handler", "OUTCOME_UNKNOWN")
-            return real(invocation)
-
-        shop = td.MockShop()
-        real = write_spec(shop).handler
-        host = rewired(shop, ledger=ledger, handler=forgotten)
-        host.dispatch(write_call())
-        newer: Any = ledger.find(SCOPE)
-        self.assertEqual((len(started), newer.state), (2, "pending"))
-        shop, ledger = td.MockShop(), td.MemoryLedger()
-        lookup: Any = write_spec(shop).find_receipt
-
-        def overtaken(query: td.ReceiptQuery) -> td.Receipt:
-            receipt: td.Receipt = lookup(query)
-            held: Any = ledger.find(SCOPE)
-            self.assertIsNotNone(held)
-            ledger.complete(held, dataclasses.replace(receipt.result, resource_revision="first-r1"))
-            return receipt
-
-        host = rewired(shop, ledger=ledger, find_receipt=overtaken)
-        shop.inject("timeout_after_commit")
-        unknown = self.dispatches(host, write_call(), "handler", "OUTCOME_UNKNOWN")
-        answer = host.query(write_call(call_id="ask"), unknown)
-        self.assertEqual(verdict(answer)[:2], ("OK", "committed"))
-        self.assertEqual(answer["model_result"]["provenance"]["resource_revision"], "first-r1")
-        again = self.dispatches(host, write_call(), "idempotency", "OK local_replay", approvals=())
-        self.assertEqual(again["model_result"]["provenance"]["resource_revision"], "first-r1")
-
-    def test_the_memory_ledger_keeps_to_its_protocol_and_forgets_only_when_told(self) -> None:
-        ledger: Any = td.MemoryLedger()
-        identity = ("tenant-a", "user-1", "openai", "responses", "resp-1", "call-1")
-        self.assertIs(ledger.bind_call(identity, "a" * 64, now=NOW), True)
-        self.assertIs(ledger.bind_call(identity, "a" * 64, now=NOW + 1), True)
-        self.assertIs(ledger.bind_call(identity, "b" * 64, now=NOW + 1), False)
-        self.assertIs(ledger.bind_call(identity, "a" * 64, now=NOW + 2), True)
-        first, newer = operation(), operation(token="token-newer")
-        self.assertEqual((ledger.find(first.scope), ledger.find_by_status_ref(first.status_ref)), (None, None))
-        for use, outcome in ((ledger.complete, own_result()), (ledger.release, "RATE_LIMIT")):
-            with self.assertRaises(td.LedgerStateError):
-                use(first, outcome)
-        self.assertIsNone(ledger.reserve(first))
-        self.assertEqual(ledger.find(first.scope), first)
-        self.assertEqual(ledger.reserve(newer), first)
-        self.assertEqual(ledger.release(first, "RATE_LIMIT").state, "not_started")
-        self.assertEqual(ledger.find_by_status_ref(first.status_ref).code, "RATE_LIMIT")
-        self.assertIsNone(ledger.reserve(newer))
-        for stale, outcome in ((ledger.complete, own_result()), (ledger.release, "TOOL_ERROR")):
-            with contextlib.suppress(td.LedgerStateError):
-                stale(first, outcome)
-            self.assertEqual(ledger.find(first.scope), newer)
-            self.assertEqual(ledger.find_by_status_ref(first.status_ref), newer)
-        done = ledger.complete(newer, own_result(request_id="first"))
-        self.assertEqual((done.state, done.result), ("succeeded", own_result(request_id="first")))
-        self.assertEqual(ledger.complete(newer, own_result(request_id="second")), done)
-        self.assertEqual(ledger.release(newer, "RATE_LIMIT"), done)
-        self.assertEqual(ledger.reserve(operation(token="token-late")), done)
-        self.assertEqual((ledger.find(first.scope), ledger.find_by_status_ref(first.status_ref)), (done, done))
-        ages = {2: NOW - 1, 3: NOW, 4: NOW - 1, 5: NOW - 1}
-        aged = {number: operation(number, reserved_at=reserved_at) for number, reserved_at in ages.items()}
-        for record in aged.values():
-            self.assertIsNone(ledger.reserve(record))
-        for number in (2, 3):
-            ledger.complete(aged[number], own_result())
-        ledger.release(aged[5], "RATE_LIMIT")
-        ledger.forget(NOW)
-        kept = {number for number in (1, 2, 3, 4, 5) if ledger.find_by_status_ref(operation(number).status_ref)}
-        self.assertEqual(kept, {1, 3, 4})
-        self.assertIsNone(ledger.find(operation(2).scope))
-        self.assertIsNone(ledger.reserve(operation(2)))
-        ledger.forget(NOW + 1)
-        kept = {number for number in (1, 2, 3, 4, 5) if ledger.find_by_status_ref(operation(number).status_ref)}
-        self.assertEqual(kept, {2, 4})
-
-    def test_a_full_ledger_refuses_new_work_before_any_side_effect_and_still_answers_for_the_old(self) -> None:
-        with unittest.mock.patch.object(td, "MAX_LEDGER_ENTRIES", 3):
-            ledger: Any = td.MemoryLedger()
-            for number in range(3):
-                self.assertIsNone(ledger.reserve(operation(number)))
-                self.assertTrue(ledger.bind_call((f"call-{number}",), "a", now=NOW))
-            with self.assertRaises(td.LedgerCapacityError):
-                ledger.reserve(operation(3))
-            with self.assertRaises(td.LedgerCapacityError):
-                ledger.bind_call(("call-3",), "a", now=NOW)
-            self.assertEqual(ledger.reserve(operation(0)), operation(0))
-            self.assertTrue(ledger.bind_call(("call-0",), "a", now=NOW))
-            self.assertFalse(ledger.bind_call(("call-0",), "b", now=NOW))
-
-            host = Host()
-            calls = [write_call(call_id=f"call-{n}", idempotency_key=f"key-{n}") for n in range(3)]
-            host.dispatch(calls[0])
-            host.shop.inject("timeout_after_commit")
-            unknown = host.dispatch(calls[1])
-            host.dispatch(calls[2])
-            for new in (write_call(call_id="new", idempotency_key="new"), read_call(call_id="new")):
-                with self.assertRaises(td.LedgerCapacityError):
-                    host.dispatch(new)
-            retry = write_call(call_id="again", idempotency_key="key-0")
-            self.dispatches(host, retry, "idempotency", "OK local_replay", approvals=())
-            retry = write_call(call_id="again-1", idempotency_key="key-1")
-            self.dispatches(host, retry, "idempotency", "OUTCOME_UNKNOWN")
-            ask = write_call(call_id="ask", idempotency_key="key-1")
-            self.asks(host, ask, unknown, "record", "OK receipt_reconciled")
-            self.dispatches(host, calls[1], "idempotency", "OK local_replay", approvals=())
-            self.assertEqual(host.shop.side_effect_count, 3)
-
-            ledger = td.MemoryLedger()
-            for number in range(3):
-                ledger.reserve(operation(number))
-            host = rewired(ledger=ledger)
-            with self.assertRaises(td.LedgerCapacityError):
-                host.dispatch(write_call())
-            self.assertEqual(host.shop.side_effect_count, 0)
-            self.dispatches(host, read_call(call_id="call-2"), "record", "OK fresh")
-            ledger.complete(operation(0), own_result())
-            with self.assertRaises(td.LedgerCapacityError):
-                host.dispatch(write_call())
-            ledger.forget(NOW + 1)
-            self.dispatches(host, write_call(), "record", "OK fresh")
-
-
-class StatusQueryTests(DispatcherCase):
-    def test_only_a_query_with_a_receipt_reconciles_and_without_one_unknown_stays_unknown(self) -> None:
-        host = Host()
-        host.shop.inject("timeout_after_commit")
-        unknown = self.dispatches(host, write_call(), "handler", "OUTCOME_UNKNOWN")
-        self.dispatches(host, write_call(call_id="retry"), "idempotency", "OUTCOME_UNKNOWN")
-        found = self.asks(host, write_call(call_id="ask-1"), unknown, "record", "OK receipt_reconciled")
-        draft = {"draft_id": "DRAFT-1", "order_ref": "ORDER-7", "reason": "damaged"}
-        self.assertEqual(data_of(found), draft)
-        self.assertIsNotNone(found["protected_audit"]["downstream"]["receipt_id"])
-        self.assertEqual(status_ref(found), status_ref(unknown))
-        again = self.asks(host, write_call(call_id="ask-2"), unknown, "operation", "OK local_replay")
-        replay = self.dispatches(host, write_call(call_id="retry"), "idempotency", "OK local_replay", approvals=())
-        for later in (again, replay):
-            self.assertEqual(data_of(later), draft)
-            self.assertEqual(later["model_result"]["provenance"], found["model_result"]["provenance"])
-        self.assertEqual(host.shop.side_effect_count, 1)
-        for find_receipt in (None, lambda query: None, refuses_everything, "the shop has none"):
-            with self.subTest(find_receipt=repr(find_receipt)[:20]):
-                changes: dict[str, Any] = {} if isinstance(find_receipt, str) else {"find_receipt": find_receipt}
-                host = rewired(**changes)
-                host.shop.inject("timeout_after_commit_receipt_unavailable" if not changes else "timeout_after_commit")
-                unknown = self.dispatches(host, write_call(), "handler", "OUTCOME_UNKNOWN")
-                for number in range(2):
-                    ask = write_call(call_id=f"ask-{number}")
-                    still = self.asks(host, ask, unknown, "receipt", "OUTCOME_UNKNOWN")
-                    self.assertEqual(status_ref(still), status_ref(unknown))
-                self.dispatches(host, write_call(), "idempotency", "OUTCOME_UNKNOWN")
-                self.assertEqual(host.shop.side_effect_count, 1)
-
-    def test_a_receipt_that_does_not_fit_the_operation_is_a_conflict(self) -> None:
-        def result(**changes: Any) -> Callable[[td.Receipt], Any]:
-            return lambda receipt: dataclasses.replace(receipt, result=dataclasses.replace(receipt.result, **changes))
-
-        def fields(**changes: Any) -> Callable[[td.Receipt], Any]:
-            return lambda receipt: dataclasses.replace(receipt, **changes)
-
-        draft = {"draft_id": "DRAFT-1", "order_ref": "ORDER-7", "reason": "damaged"}
-        table: list[Callable[[td.Receipt], Any]] = [
-            fields(status_ref=NO_REFERENCE),
-            fields(status_ref=None),
-            fields(status_ref=[NO_REFERENCE]),
-            fields(request_sha256=NO_DIGEST),
-            fields(request_sha256=Untouchable()),
-            fields(result=None),
-            fields(result=draft),
-            lambda receipt: receipt.result,
-            lambda receipt: {"status_ref": receipt.status_ref},
-            lambda receipt: True,
-            result(producer_revision="refunds-mock-v3"),
-            result(receipt_id=None),
-            result(receipt_id=""),
-            result(observed_at="2026-02-30T00:00:00Z"),
-            result(data={}),
-            result(data=draft | {"status": "done"}),
-            result(data=draft | {"reason": "other"}),
-            result(data=draft | {"order_ref": "ORDER-8"}),
-            result(data=draft | {"draft_id": "Bearer abcdefghijklmnop"}),
-            result(data=None),
-            result(data=lists(10_000)),
+        return [
+            self.without_leaks(code, out.decode(encoding), err.decode(encoding))
+            for (code, out, err), (_, _, encoding) in zip(done, runs, strict=True)
         ]
-        for number, change in enumerate(table):
-            with self.subTest(number=number):
-                shop = td.MockShop()
-                lookup: Any = write_spec(shop).find_receipt
-                host = rewired(shop, find_receipt=lambda query, lookup=lookup, change=change: change(lookup(query)))
-                shop.inject("timeout_after_commit")
-                unknown = self.dispatches(host, write_call(), "handler", "OUTCOME_UNKNOWN")
-                answer = self.asks(host, write_call(call_id="ask"), unknown, "receipt", "STATUS_CONFLICT")
-                self.assertIsNone(status_ref(answer))
-                self.dispatches(host, write_call(), "idempotency", "OUTCOME_UNKNOWN")
-                self.assertEqual(shop.side_effect_count, 1)
 
-    def test_a_query_must_name_the_operation_it_asks_about_in_every_respect(self) -> None:
-        for failure, gate, end in (
-            ("none", "operation", "OK local_replay"),
-            ("rate_limit", "operation", "RATE_LIMIT"),
-            ("timeout_after_commit", "record", "OK receipt_reconciled"),
-        ):
-            seen: Any = []
-            shop = td.MockShop()
-            lookup: Any = write_spec(shop).find_receipt
-            host = rewired(shop, find_receipt=lambda query, seen=seen, find=lookup: seen.append(query) or find(query))
-            shop.inject(failure)
-            about = host.dispatch(write_call())
-            second = host.dispatch(write_call(call_id="second", idempotency_key="key-2"))
-            count = shop.side_effect_count
-            other_intent = write_call(reason="other", call_id="ask-4")
-            other_digest = td.request_digest(USER, other_intent, host.dispatcher.registry["create_refund_draft"])
-            table: list[tuple[td.ToolCall, dict[str, Any]]] = [
-                (write_call(call_id="ask-1", idempotency_key="key-2"), {}),
-                (write_call(call_id="ask-2", idempotency_key=None), {}),
-                (write_call(call_id="ask-3", reason="other"), {}),
-                (other_intent, {"expected_request_sha256": other_digest}),
-                (write_call(call_id="ask-5"), {"expected_request_sha256": other_digest}),
-                (write_call(call_id="ask-6"), {"expected_request_sha256": NO_DIGEST}),
-                (write_call(call_id="ask-7"), {"status_ref": status_ref(second)}),
-                (write_call(call_id="ask-8", **PROFILES[1]), {}),
-                (write_call(call_id="ask-9", **PROFILES[2]), {}),
-                (read_call(call_id="ask-10", idempotency_key="key-1"), {}),
-            ]
-            for number, (call, options) in enumerate(table, 1):
-                with self.subTest(failure=failure, number=number):
-                    answer = self.asks(host, call, about, "operation", "STATUS_CONFLICT", **options)
-                    self.assertIsNone(status_ref(answer))
-            self.assertEqual(seen, [])
-            late = write_call(call_id="ask-now", response_id="resp-2", operation_id="op-2")
-            answer = self.asks(host, late, about, gate, end, now=NOW + 500)
-            self.assertEqual(status_ref(answer), status_ref(about))
-            for query in seen:
-                self.assertEqual((query.principal, query.idempotency_key, query.now), (USER, "key-1", NOW + 500))
-                self.assertEqual((query.status_ref, plain(query.arguments)), (status_ref(about), late.arguments))
-            self.assertEqual(len(seen), 1 if gate == "record" else 0)
-            shop.orders["ORDER-7"].owner_id = "user-2"
-            self.asks(host, write_call(call_id="ask-late"), about, "authorization", "NOT_FOUND")
-            self.assertEqual(shop.side_effect_count, count)
+    def run_cli_here(self, *arguments: str) -> tuple[int, str, str]:
+        return self.without_leaks(*run_here(td.main, *arguments))
+
+    def test_the_shipped_fixture_passes_from_any_folder_in_every_format_and_encoding(self) -> None:
+        # Names that the console cannot show: JSON escapes them, the table shows them as it can.
+        names = json_case(json_step("l\u00e4sen-\u2615"), case_id="gr\u00f6\u00dfe-\u6ce8\u6587")
+        path = str(self.saved(json_fixture(names)))
+        table = ["--format", "table"]
+        plain_json, wide_json, *wide_tables = self.run_cli(
+            ("normal", [], "ascii"),
+            ("optimized", ["--fixture", path, "--packages"], "cp1252"),
+            ("normal", ["--fixture", path, *table, "--explain"], "ascii"),
+            ("optimized", ["--fixture", path, *table, "--explain"], "cp1252"),
+        )
+        with self.subTest(show="json"):
+            code, out, err = plain_json
+            report = json.loads(out)
+            self.assertEqual((code, err), (0, ""))
+            self.assertEqual((report["passed"], report["case_count"], report["step_count"]), (True, 18, 23))
+            self.assertGreater(len(out.splitlines()), 100)  # indented
+            for case in report["cases"]:
+                for step in case["steps"]:
+                    self.assertFalse({"gates", "package", "provider_payload"} & step.keys())
+        with self.subTest(show="table"):
+            code, out, err = self.run_cli_here("--fixture", str(ROOT / "tool-cases.json"), *table)
+            lines = [line for line in out.splitlines() if line.strip()]
+            self.assertEqual((code, err, len(lines)), (0, "", 24))
+            self.assertEqual(len({line.split()[0] for line in lines[:-1]}), 1)
+            self.assertIn("own-order", lines[0])
+            self.assertRegex(lines[-1], r"\b18\b.*\b23\b|\b23\b.*\b18\b")
+        with self.subTest(show="gates and packages"):
+            code, out, err = self.run_cli_here("--explain", "--packages")
+            steps = {case["case_id"]: case["steps"] for case in json.loads(out)["cases"]}
+            own, foreign = steps["own-order"][0], steps["foreign-order"][0]
+            self.assertEqual((code, err), (0, ""))
+            self.assertEqual([gate for gate, _ in own["gates"]], list(READ_GATES))
+            self.assertEqual(own["gates"][-1], ["record", "OK fresh"])
+            self.assertEqual(foreign["gates"][-1], ["authorization", "NOT_FOUND"])
+            self.assertEqual(set(own["package"]), {"model_result", "protected_audit"})
+            self.assertEqual(json.loads(own["provider_payload"]["output"]), own["package"]["model_result"])
+            self.assertNotIn("sha256", json.dumps(own["provider_payload"]))
+            self.assertEqual(foreign["provider_payload"]["type"], "tool_result")
+        with self.subTest(show="version"):
+            code, out, err = self.run_cli_here("--version")
+            self.assertEqual((code, err), (0, ""))
+            self.assertRegex(out, r"\d+\.\d+")
+            for name in ("tool-cases-v2", "tool-model-result-v2", "tool-audit-v2", "offline-dispatcher-v2"):
+                self.assertIn(name, out)
+        with self.subTest(encoding="cp1252"):
+            code, out, err = wide_json
+            self.assertEqual((code, err, out.isascii()), (0, "", True))
+            self.assertEqual(json.loads(out)["cases"][0]["case_id"], "gr\u00f6\u00dfe-\u6ce8\u6587")
+        for encoding, (code, out, err) in zip(("ascii", "cp1252"), wide_tables, strict=True):
+            with self.subTest(encoding=encoding, show="table"):
+                self.assertEqual((code, err), (0, ""))
+                self.assertIn("authorization", out)
+
+    def test_only_named_cases_run_and_a_difference_exits_1_field_by_field(self) -> None:
+        shipped: Any = td.load_fixture(ROOT / "tool-cases.json")
+        wrong = edited(shipped, "$.cases[0].steps[0].expected.data.status", "refunded")
+        wrong = edited(wrong, "$.cases[0].steps[0].expected.side_effect_count", 3)
+        path = str(self.saved(wrong))
+        ids = [case["id"] for case in shipped["cases"]]
+        with self.subTest(show="named cases"):
+            code, out, err = self.run_cli_here("--fixture", path, "--case", ids[9], "--case", ids[1])
+            report = json.loads(out)
+            self.assertEqual((code, err, report["case_count"], report["step_count"]), (0, "", 2, 3))
+            self.assertEqual({case["case_id"] for case in report["cases"]}, {ids[1], ids[9]})
+        in_json, in_table = self.run_cli(
+            ("normal", ["--fixture", path], "utf-8"), ("optimized", ["--fixture", path, "--format", "table"], "utf-8")
+        )
+        with self.subTest(show="json"):
+            code, out, _ = in_json
+            report = json.loads(out)
+            self.assertEqual((code, report["passed"], report["case_count"]), (1, False, 18))
+            self.assertEqual([case["passed"] for case in report["cases"]], [False] + [True] * 17)
+            mismatches = {item["field"]: item for item in report["cases"][0]["steps"][0]["mismatches"]}
+            self.assertEqual(set(mismatches), {"data", "side_effect_count"})
+            self.assertEqual(mismatches["data"]["expected"], {"order_ref": "ORDER-7", "status": "refunded"})
+            self.assertEqual(mismatches["data"]["actual"], {"order_ref": "ORDER-7", "status": "paid"})
+        with self.subTest(show="table"):
+            code, out, _ = in_table
+            lines = [line for line in out.splitlines() if line.strip()]
+            self.assertEqual(code, 1)
+            self.assertNotEqual(lines[0].split()[0], lines[-2].split()[0])  # the verdicts of the first and last step
+            for text in ("data", "refunded", "paid", "side_effect_count"):
+                self.assertIn(text, out)
+            self.assertIn("23", lines[-1])
+
+    def test_unusable_input_exits_2_with_a_short_message_that_echoes_nothing(self) -> None:
+        legal = unknown_then_query()
+        control = "\x1b]0;SECRET\x07"
+        everything_wrong = {control + "x" * 9_000: [control], "cases": [{}] * 99}
+        no_reference = json_fixture(json_case(json_step("a"), json_query("b", json_write("a"))))
+
+        def fixture(content: Any, name: str) -> list[str]:
+            return ["--fixture", str(self.saved(content, name))]
+
+        attacks = {
+            "unknown option": ["--SECRET=1"],
+            "control characters": [f"--{control}"],
+            "stray argument": ["SECRET"],
+            "option without its value": ["--case"],
+            "unknown format": ["--format", f"SECRET{control}"],
+            "value for a switch": ["--explain=SECRET"],
+            "missing file": ["--fixture", str(self.folder / "SECRET.json")],
+            "unknown case": ["--case", f"SECRET{control}"],
+            "4,096 levels": fixture(b"[" * 4_096 + b"]" * 4_096, "deep.json"),
+            "UTF-16": fixture(json.dumps(legal).encode("utf-16"), "utf16.json"),
+            "wrong everywhere": fixture(everything_wrong, "wrong.json"),
+            "no status reference": fixture(no_reference, "reference.json"),
+        }
+        said = {
+            "unknown case": ["own-order", "timeout-after-commit-no-receipt"],
+            "4,096 levels": ["32"],
+            "UTF-16": ["UTF-8", "without"],
+            "wrong everywhere": ["$.cases[0]", "schema_version"],
+        }
+        processes = [("normal", "control characters"), ("normal", "4,096 levels"), ("optimized", "4,096 levels")]
+        answers = {("here", name): self.run_cli_here(*arguments) for name, arguments in attacks.items()}
+        done = self.run_cli(*((mode, attacks[name], "utf-8") for mode, name in processes))
+        answers |= dict(zip(processes, done, strict=True))
+        for (place, name), (code, out, err) in answers.items():
+            with self.subTest(name, place=place):
+                self.assertEqual((code, out), (2, ""))
+                self.assertTrue(err.startswith("error: "), err[:200])
+                self.assertTrue("".join(err.splitlines()).isprintable(), ascii(err[:200]))
+                self.assertLess(len(err), 8_000)
+                self.assertNotIn("x" * 300, err)
+                if name != "wrong everywhere":  # a key may be named, escaped; the command line never is
+                    self.assertNotIn("SECRET", err)
+                for text in said.get(name, []):
+                    self.assertIn(text, err)
+
+    def test_a_reader_that_closes_early_sees_no_traceback(self) -> None:
+        def read(mode: str, lines: int, *arguments: str) -> bytes:
+            """What stderr says to a reader that stops after so many lines."""
+            command = command_of(DISPATCHER, *arguments, flags=self.MODES[mode])
+            pipe = subprocess.PIPE
+            with subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=pipe, stderr=pipe) as process:
+                stdout, stderr = cast("IO[bytes]", process.stdout), cast("IO[bytes]", process.stderr)
+                for _ in range(lines):
+                    stdout.readline()
+                stdout.close()
+                return stderr.read()
+
+        runs: list[tuple[Any, ...]] = [("normal", 1, "--packages"), ("optimized", 0, "--format", "table")]
+        said = run_together(*(functools.partial(read, *run) for run in runs), limit=PROCESS_WAIT)
+        for run, err in zip(runs, said, strict=True):
+            with self.subTest(run=run):
+                self.assertEqual(err, b"")
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Contract guard: the stand-alone lab
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
+# Contract guard
+# --------------------------------------------------------------------------------------------------
+
 
 GUARD_TABLE = b"""fixture_id\tok\treason
 ok-killam-tuesday\tTrue\tcontract ok
@@ -4494,28 +4905,15 @@ def hours(weekday: str = "2", building: str = '"Killam"', more: str = "") -> str
     return f'{{"name": "get_hours", "arguments": {{"building": {building}, "weekday": {weekday}{more}}}}}'
 
 
-def run_guard(
-    *arguments: str, flags: tuple[str, ...] = (), stdin: bytes = b"", encoding: str = "utf-8"
-) -> tuple[int, bytes, bytes]:
-    """The guard as a process of its own: exit code, stdout, stderr."""
-    command = [sys.executable, "-B", "-W", "error", *flags, str(ROOT / "contract_guard.py"), *arguments]
-    environment = os.environ | {"PYTHONIOENCODING": encoding}
-    done = subprocess.run(command, input=stdin, capture_output=True, env=environment, timeout=60, check=False)
-    return done.returncode, done.stdout, done.stderr
+class ContractGuardTests(FolderCase):
+    """The stand-alone lab: `contract_guard.py`, which imports nothing of the dispatcher."""
 
-
-def run_guard_here(*arguments: str) -> tuple[int, str, str]:
-    """The same inside this process, for tests that patch the guard."""
-    with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.redirect_stderr(io.StringIO()) as err:
-        code = guard.main(list(arguments))
-    return code, out.getvalue(), err.getvalue()
-
-
-class ContractGuardTests(unittest.TestCase):
     def test_fixtures_print_the_exact_table_and_exit_zero_only_while_the_guard_holds(self) -> None:
-        for flags, encoding in ((("-I",), "utf-8"), (("-O",), "ascii"), ((), "cp1252")):
-            with self.subTest(flags=flags, encoding=encoding):
-                self.assertEqual(run_guard(flags=flags, encoding=encoding), (0, GUARD_TABLE, b""))
+        forms: list[dict[str, Any]] = [{"flags": ["-I"], "encoding": "cp1252"}, {"flags": ["-O"], "encoding": "ascii"}]
+        started = run_together(*(functools.partial(run_process, GUARD, **form) for form in forms), limit=PROCESS_WAIT)
+        for form, answer in zip(forms, started, strict=True):
+            with self.subTest(form=form):
+                self.assertEqual(answer, (0, GUARD_TABLE, b""))
         with self.subTest("one file, standard library only"):
             tree = ast.parse((ROOT / "contract_guard.py").read_bytes())
             names = [a.name for node in ast.walk(tree) if isinstance(node, ast.Import) for a in node.names]
@@ -4528,9 +4926,9 @@ class ContractGuardTests(unittest.TestCase):
         ):
             guard.main([])
             self.assertEqual(written.getvalue(), GUARD_TABLE)
-        verdict = guard.Verdict(True, "contract ok", "id")
+        passed = guard.Verdict(True, "contract ok", "id")
         with self.subTest("a verdict is frozen"), self.assertRaises(AttributeError):
-            verdict.ok = False  # type: ignore[misc]
+            passed.ok = False  # type: ignore[misc]
         coercing = {"building": str, "weekday": str}
         drifts: dict[str, tuple[str, Any]] = {
             "a fixture that should fail passes": ("FIXTURES", (*guard.FIXTURES[:1], ("bool-weekday", hours()))),
@@ -4542,7 +4940,7 @@ class ContractGuardTests(unittest.TestCase):
         }
         for label, (name, value) in drifts.items():
             with self.subTest(label), mock.patch.object(guard, name, value):
-                code, out, err = run_guard_here()
+                code, out, err = run_here(guard.main)
                 self.assertEqual((code, err), (1, ""))
                 self.assertIn(f"/{len(guard.FIXTURES)} fixtures failed the contract\n", out)
 
@@ -4590,8 +4988,8 @@ class ContractGuardTests(unittest.TestCase):
         for raw, reason in exact.items():
             for form in (raw, raw.encode()):
                 with self.subTest(form=form):
-                    verdict = guard.check_call("id", form)
-                    self.assertEqual(verdict, guard.Verdict(reason == "contract ok", reason, "id"))
+                    answer = guard.check_call("id", form)
+                    self.assertEqual(answer, guard.Verdict(reason == "contract ok", reason, "id"))
         for broken in (ValueError, RuntimeError("no"), KeyboardInterrupt):
             rule = guard.TOOLS["get_hours"] | {"constraints": {"weekday": mock.Mock(side_effect=broken)}}
             with self.subTest(constraint=broken), mock.patch.dict(guard.TOOLS, {"get_hours": rule}):
@@ -4674,10 +5072,10 @@ class ContractGuardTests(unittest.TestCase):
         ]
         for raw, part in hostile:
             with self.subTest(raw=repr(raw)[:60], part=part):
-                verdict = guard.check_call("id", raw)
-                self.assertEqual((verdict.ok, verdict.fixture_id), (False, "id"))
-                self.assertIn(part, verdict.reason)
-                self.assertRegex(verdict.reason, r"\A[ -~]{1,200}\Z")
+                refused = guard.check_call("id", raw)
+                self.assertEqual((refused.ok, refused.fixture_id), (False, "id"))
+                self.assertIn(part, refused.reason)
+                self.assertRegex(refused.reason, r"\A[ -~]{1,200}\Z")
         longest = guard.check_call("id", '{"name": "%s", "arguments": {}}' % ("x" * 184)).reason
         self.assertEqual(longest, "unknown tool: '" + "x" * 184 + "'")  # 200 characters: whole
         cut = guard.check_call("id", '{"name": "%s", "arguments": {}}' % ("x" * 185)).reason
@@ -4695,78 +5093,86 @@ class ContractGuardTests(unittest.TestCase):
         overlong = b" " * 3_000_000 + good
         head, ok = b"fixture_id\tok\treason\n", b"\tTrue\tcontract ok\n"
         drift = b"\tFalse\ttype drift on weekday: wanted int, got bool=True\n"
-        with tempfile.TemporaryDirectory() as folder:
-            calls, kept = Path(folder, "calls.jsonl"), Path(folder, "kept.jsonl")
-            calls.write_bytes(
-                b"\n".join([good + b"\r", b" \t\r", bad + b"\r", overlong, latin, odd, b"\x0c", good, bad])
+        folder = str(self.folder)
+        calls, kept = Path(folder, "calls.jsonl"), Path(folder, "kept.jsonl")
+        calls.write_bytes(b"\n".join([good + b"\r", b" \t\r", bad + b"\r", overlong, latin, odd, b"\x0c", good, bad]))
+        cleared = self.saved(b"an old line", "cleared.jsonl")
+        run: Callable[..., Any] = functools.partial(functools.partial, run_process, GUARD, "--calls")
+        keeping, reading, piped, *missing = run_together(
+            run(str(calls), "--rejected", str(kept), flags=["-O"], encoding="ascii"),
+            run(str(calls)),
+            run("-", "--rejected", str(cleared), flags=["-O"], stdin=b"\n" + good),
+            run(str(self.folder / "none")),
+            run(str(self.folder / "none"), flags=["-O"]),
+            limit=PROCESS_WAIT,
+        )
+        with self.subTest("a file of every kind of line, the last without a newline"):
+            self.assertEqual(keeping, reading)
+            code, out, err = keeping
+            rows = out.split(b"\n")
+            self.assertEqual((code, err), (1, b""))
+            self.assertEqual(b"\n".join(rows[:3]) + b"\n", head + b"line-1" + ok + b"line-3" + drift)
+            self.assertEqual(rows[3], b"line-4\tFalse\tcall too long, the limit is 1048576")
+            self.assertEqual([row.split(b"\t")[0][5:] for row in rows[4:8]], [b"5", b"6", b"7", b"8"])
+            self.assertEqual(
+                rows[7:], [b"line-8" + ok[:-1], b"line-9" + drift[:-1], b"", b"6/8 calls failed the contract", b""]
             )
-            with self.subTest("a file of every kind of line, the last without a newline"):
-                code, out, err = run_guard(
-                    "--calls", str(calls), "--rejected", str(kept), flags=("-O",), encoding="ascii"
-                )
-                rows = out.split(b"\n")
-                self.assertEqual((code, err), (1, b""))
-                self.assertEqual(b"\n".join(rows[:3]) + b"\n", head + b"line-1" + ok + b"line-3" + drift)
-                self.assertEqual(rows[3], b"line-4\tFalse\tcall too long, the limit is 1048576")
-                self.assertEqual([row.split(b"\t")[0][5:] for row in rows[4:8]], [b"5", b"6", b"7", b"8"])
-                self.assertEqual(
-                    rows[7:], [b"line-8" + ok[:-1], b"line-9" + drift[:-1], b"", b"6/8 calls failed the contract", b""]
-                )
-                refused = [bad + b"\r", overlong, latin, odd, b"\x0c", bad]
-                self.assertEqual(kept.read_bytes(), b"".join(line + b"\n" for line in refused))
-            with self.subTest("standard input, nothing rejected, an old file of rejects replaced"):
-                answer = run_guard("--calls", "-", "--rejected", str(kept), stdin=b"\n" + good)
-                self.assertEqual(answer, (0, head + b"line-2" + ok + b"\n0/1 calls failed the contract\n", b""))
-                self.assertEqual(kept.read_bytes(), b"")
-            with self.subTest("no line at all"):
-                self.assertEqual(run_guard("--calls", "-"), (0, head + b"\n0/0 calls failed the contract\n", b""))
-
-            calls.write_bytes(bad)
-            hard, soft = Path(folder, "hard"), Path(folder, "soft")
-            for link, make in ((hard, os.link), (soft, os.symlink)):
-                with contextlib.suppress(OSError, NotImplementedError):  # some file systems, some users
-                    make(calls, link)
-            same = [
-                calls,
-                Path(folder, "..", Path(folder).name, "calls.jsonl"),
-                *(link for link in (hard, soft) if link.exists()),
-            ]
-            unusable: list[tuple[str, ...]] = [("--calls", str(calls), "--rejected", str(path)) for path in same]
-            unusable += [("--calls", str(path), "--rejected", str(calls)) for path in same[1:]]
-            unusable += [
-                ("--calls", str(Path(folder, "sécret\x1b"))),
-                ("--calls", "sécret\0"),
-                ("--calls", folder),
-                ("--calls", str(calls), "--rejected", str(Path(folder, "sécret", "x"))),
-                ("--calls", str(calls), "--rejected", folder),
-                ("--rejected", str(kept)),
-                ("--calls",),
-                ("--call", str(calls)),
-                ("--sécret\x1b[2J",),
-                ("sécret\n",),
-            ]
-            for arguments in unusable:
-                with self.subTest(arguments=arguments):
-                    code, printed, error = run_guard_here(*arguments)
-                    self.assertEqual((code, printed), (2, ""))
-                    self.assertRegex(error, r"\Aerror: [ -~]{1,120}\n\Z")
-                    for private in (folder, "cret", "calls.jsonl", "Traceback"):
-                        self.assertNotIn(private, error)
-            self.assertEqual(calls.read_bytes(), bad)  # no refused run emptied the input
-            with self.subTest("the input as standard input and as file of rejects"), calls.open("rb") as source:
-                stdin = io.TextIOWrapper(source)
-                with mock.patch.object(sys, "stdin", stdin):
-                    self.assertEqual(run_guard_here("--calls", "-", "--rejected", str(calls))[0], 2)
-                stdin.detach()
-                self.assertEqual(calls.read_bytes(), bad)
-            with self.subTest("standard input is closed"), mock.patch.object(sys, "stdin", None):
-                self.assertEqual(run_guard_here("--calls", "-"), (2, "", "error: stdin is closed\n"))
-            broken = OSError(errno.EINVAL, "Invalid argument", "sécret")  # the path, not a pipe
-            with self.subTest("an impossible path"), mock.patch("builtins.open", side_effect=broken):
-                self.assertEqual(run_guard_here("--calls", "x"), (2, "", "error: Invalid argument\n"))
-            with self.subTest("as a process"):
-                code, out, err = run_guard("--calls", str(Path(folder, "none")))
+            refused = [bad + b"\r", overlong, latin, odd, b"\x0c", bad]
+            self.assertEqual(kept.read_bytes(), b"".join(line + b"\n" for line in refused))
+        with self.subTest("standard input, nothing rejected, an old file of rejects replaced"):
+            self.assertEqual(piped, (0, head + b"line-2" + ok + b"\n0/1 calls failed the contract\n", b""))
+            self.assertEqual(cleared.read_bytes(), b"")
+        with self.subTest("no such file"):
+            for code, out, err in missing:
                 self.assertEqual((code, out, err.count(b"\n"), b"Traceback" in err), (2, b"", 1, False))
+        with self.subTest("no line at all"):
+            nothing = (head + b"\n0/0 calls failed the contract\n").decode()
+            calls.write_bytes(b"\n")
+            self.assertEqual(run_here(guard.main, "--calls", str(calls)), (0, nothing, ""))
+
+        calls.write_bytes(bad)
+        hard, soft = Path(folder, "hard"), Path(folder, "soft")
+        for link, make in ((hard, os.link), (soft, os.symlink)):
+            with contextlib.suppress(OSError, NotImplementedError):  # some file systems, some users
+                make(calls, link)
+        same = [
+            calls,
+            Path(folder, "..", Path(folder).name, "calls.jsonl"),
+            *(link for link in (hard, soft) if link.exists()),
+        ]
+        unusable: list[tuple[str, ...]] = [("--calls", str(calls), "--rejected", str(path)) for path in same]
+        unusable += [("--calls", str(path), "--rejected", str(calls)) for path in same[1:]]
+        unusable += [
+            ("--calls", str(Path(folder, "sécret\x1b"))),
+            ("--calls", "sécret\0"),
+            ("--calls", folder),
+            ("--calls", str(calls), "--rejected", str(Path(folder, "sécret", "x"))),
+            ("--calls", str(calls), "--rejected", folder),
+            ("--rejected", str(kept)),
+            ("--calls",),
+            ("--call", str(calls)),
+            ("--sécret\x1b[2J",),
+            ("sécret\n",),
+        ]
+        for arguments in unusable:
+            with self.subTest(arguments=arguments):
+                code, printed, error = run_here(guard.main, *arguments)
+                self.assertEqual((code, printed), (2, ""))
+                self.assertRegex(error, r"\Aerror: [ -~]{1,120}\n\Z")
+                for private in (folder, "cret", "calls.jsonl", "Traceback"):
+                    self.assertNotIn(private, error)
+        self.assertEqual(calls.read_bytes(), bad)  # no refused run emptied the input
+        with self.subTest("the input as standard input and as file of rejects"), calls.open("rb") as source:
+            stdin = io.TextIOWrapper(source)
+            with mock.patch.object(sys, "stdin", stdin):
+                self.assertEqual(run_here(guard.main, "--calls", "-", "--rejected", str(calls))[0], 2)
+            stdin.detach()
+            self.assertEqual(calls.read_bytes(), bad)
+        with self.subTest("standard input is closed"), mock.patch.object(sys, "stdin", None):
+            self.assertEqual(run_here(guard.main, "--calls", "-"), (2, "", "error: stdin is closed\n"))
+        broken = OSError(errno.EINVAL, "Invalid argument", "sécret")  # the path, not a pipe
+        with self.subTest("an impossible path"), mock.patch("builtins.open", side_effect=broken):
+            self.assertEqual(run_here(guard.main, "--calls", "x"), (2, "", "error: Invalid argument\n"))
 
         class OneLine(io.BytesIO):
             """A stream that refuses to be asked for more than one bounded line."""
@@ -4782,496 +5188,16 @@ class ContractGuardTests(unittest.TestCase):
             sink = io.BytesIO()
             verdicts = guard.check_lines(OneLine(overlong + b"\n" + good), sink)
             self.assertFalse(next(verdicts).ok)  # a verdict before the stream is read to its end
-            self.assertEqual([verdict.fixture_id for verdict in verdicts if verdict.ok], ["line-2"])
+            self.assertEqual([item.fixture_id for item in verdicts if item.ok], ["line-2"])
             self.assertEqual(sink.getvalue(), overlong + b"\n")
         with self.subTest("a reader that stops early"):
-            command = [sys.executable, "-B", "-W", "error", str(ROOT / "contract_guard.py")]
             reader, writer = os.pipe()
             os.close(reader)
             try:
-                done = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, timeout=60, check=False)
+                done = subprocess.run(command_of(GUARD), stdout=writer, stderr=subprocess.PIPE, timeout=60, check=False)
             finally:
                 os.close(writer)
             self.assertEqual((done.returncode, done.stderr), (1, b""))
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Handler output: what a handler may hand back
-# ---------------------------------------------------------------------------------------------------------------------
-
-TOKEN = "eyJhbGciOiJIUzI1NiJ9.eyJzdWIiOiIxIn0.c2lnbmF0dXJl"
-VIOLATION = ("OUTPUT_CONTRACT_VIOLATION", "unknown", "fresh")
-
-
-def handled(data: Any, **changes: Any) -> td.HandlerResult:
-    """One valid handler result of the `probe` tool around `data`; `changes` replace its fields."""
-    valid = td.HandlerResult(
-        data=data,
-        producer_revision="probe-producer-v1",
-        resource_revision="probe-1-r1",
-        observed_at="2026-01-01T00:00:00Z",
-        request_id="request-1",
-        receipt_id="receipt-1",
-    )
-    return dataclasses.replace(valid, **changes)
-
-
-def probe(
-    output: Mapping[str, td.FieldRule], handler: Callable[[td.Invocation], Any] | None = None, **changes: Any
-) -> Any:
-    """A read tool `probe(n: int)` with the given output fields; `changes` replace what its spec says."""
-    said: dict[str, Any] = {
-        "name": "probe",
-        "description": "Hands back whatever the test wants",
-        "effect": "read",
-        "arguments": {"n": td.FieldRule(int)},
-        "output": output,
-        "input_schema_revision": "probe-input-v1",
-        "output_schema_revision": "probe-output-v1",
-        "effect_revision": "probe-effect-v1",
-        "handler_revision": "probe-handler-v1",
-        "producer_revision": "probe-producer-v1",
-        "policy_revision": "probe-policy-v1",
-        "source_label": "probe",
-        "authorize": lambda principal, arguments: True,
-        "handler": handler or (lambda invocation: handled({})),
-        "business_rule": None,
-        "find_receipt": None,
-        "timeout_ms": 500,
-        "max_output_bytes": 65_536,
-        "max_output_depth": 30,
-    }
-    return td.ToolSpec(**said | changes)
-
-
-FREE = {"free": td.FieldRule(dict)}  # a dict without `fields` takes anything portable
-
-
-def probe_call(**changes: Any) -> td.ToolCall:
-    return bind("probe", {"n": 1}, **changes)
-
-
-def errors(data: Any, output: Mapping[str, td.FieldRule] = FREE, **changes: Any) -> list[str]:
-    """What the output contract says to `data` from an otherwise valid result; `changes` go to the spec."""
-    return td.validate_handler_result(probe(output, **changes), probe_call(), handled(data))
-
-
-class HandlerOutputTests(unittest.TestCase):
-    def assert_refused(self, found: list[str]) -> None:
-        self.assertIsInstance(found, list)
-        self.assertTrue(found)
-        self.assertTrue(all(type(error) is str and error for error in found), found)
-
-    def test_only_a_handler_result_itself_is_accepted(self) -> None:
-        class Lookalike(td.HandlerResult):
-            pass
-
-        async def later() -> td.HandlerResult:
-            return handled({"free": {}})
-
-        good = handled({"free": {}})
-        fields = {field.name: getattr(good, field.name) for field in dataclasses.fields(good)}
-        self.assertEqual(td.validate_handler_result(probe(FREE), probe_call(), good), [])
-        coroutine = later()
-        self.addCleanup(coroutine.close)
-        receipt = td.Receipt("status_" + "0" * 32, "0" * 64, good)
-        wrong: list[Any] = [None, {}, fields, good.data, [good], (good,), "ok", td.HandlerResult, receipt, coroutine]
-        wrong.append(Lookalike(**fields))
-        for result in wrong:
-            with self.subTest(result=type(result).__name__):
-                self.assert_refused(td.validate_handler_result(probe(FREE), probe_call(), result))
-                package = Host([probe(FREE, lambda invocation, result=result: result)]).dispatch(probe_call())
-                self.assertEqual(verdict(package), VIOLATION)
-
-    def test_producer_revision_and_identifiers_are_the_declared_and_bounded_ones(self) -> None:
-        spec, call = probe(FREE), probe_call()
-        for value in (
-            "probe-producer-v2",
-            "PROBE-PRODUCER-V1",
-            "probe-producer-v1 ",
-            "",
-            None,
-            1,
-            ["probe-producer-v1"],
-        ):
-            with self.subTest(producer_revision=value):
-                result = handled({"free": {}}, producer_revision=value)
-                self.assert_refused(td.validate_handler_result(spec, call, result))
-        unbounded: list[Any] = ["", "  ", "x" * 256, "a\nb", "a\x00", "a\u202eb", "\ud800", 1, True, b"x", ["x"], {}]
-        for field in ("resource_revision", "request_id", "receipt_id"):
-            for value in (None, "x", "x" * 255):
-                with self.subTest(field=field, good=value):
-                    result = handled({"free": {}}, **{field: value})
-                    self.assertEqual(td.validate_handler_result(spec, call, result), [])
-            for bad in unbounded:
-                with self.subTest(field=field, bad=bad):
-                    result = handled({"free": {}}, **{field: bad})
-                    self.assert_refused(td.validate_handler_result(spec, call, result))
-
-    def test_observed_at_is_a_real_second_in_the_one_utc_form(self) -> None:
-        good = ["1970-01-01T00:00:00Z", "2024-02-29T23:59:59Z", "2000-02-29T12:00:00Z", "9999-12-31T23:59:59Z"]
-        bad: list[Any] = [
-            "2026-02-30T00:00:00Z",
-            "2025-02-29T00:00:00Z",
-            "1900-02-29T00:00:00Z",
-            "2026-13-01T00:00:00Z",
-            "2026-00-01T00:00:00Z",
-            "2026-01-00T00:00:00Z",
-            "2026-01-32T00:00:00Z",
-            "2026-01-01T24:00:00Z",
-            "2026-01-01T00:60:00Z",
-            "2026-01-01T00:00:60Z",
-            "0000-01-01T00:00:00Z",
-            "2026-01-01T00:00:00z",
-            "2026-01-01t00:00:00Z",
-            "2026-01-01 00:00:00Z",
-            "2026-01-01T00:00:00",
-            "2026-01-01T00:00:00+00:00",
-            "2026-01-01T00:00:00.0Z",
-            "2026-01-01T00:00Z",
-            "2026-1-01T00:00:00Z",
-            "20260101T000000Z",
-            "2026-01-01T00:00:00Z\n",
-            " 2026-01-01T00:00:00Z",
-            "\uff12026-01-01T00:00:00Z",
-            "2026-01-01T00:00:0\u0660Z",
-            "",
-            None,
-            1_767_225_600,
-            ["2026-01-01T00:00:00Z"],
-        ]
-        for value in good + bad:
-            with self.subTest(observed_at=value):
-                found = td.validate_handler_result(probe(FREE), probe_call(), handled({"free": {}}, observed_at=value))
-                self.assertEqual(found, []) if value in good else self.assert_refused(found)
-
-    def test_fields_are_exactly_the_declared_ones_at_every_level(self) -> None:
-        class Sub(dict[str, Any]):
-            pass
-
-        inner = td.FieldRule(dict, fields={"a": td.FieldRule(int)})
-        output = {"one": inner, "many": td.FieldRule(list, items=inner)}
-        self.assertEqual(errors({"many": [{"a": 1}, {"a": 2}], "one": {"a": 3}}, output), [])
-        wrong: dict[str, Any] = {
-            "missing": {"many": []},
-            "extra": {"one": {"a": 1}, "many": [], "more": 1},
-            "extra null": {"one": {"a": 1}, "many": [], "more": None},
-            "null instead of a value": {"one": None, "many": []},
-            "nested missing": {"one": {}, "many": []},
-            "nested extra": {"one": {"a": 1, "b": 1}, "many": []},
-            "extra in an item": {"one": {"a": 1}, "many": [{"a": 1}, {"a": 1, "b": 1}]},
-            "missing in an item": {"one": {"a": 1}, "many": [{}]},
-            "key that is no string": {"one": {"a": 1}, "many": [], 1: 1},
-            "nothing": {},
-            "no object": [],
-            "null": None,
-            "a dict subclass": Sub(one={"a": 1}, many=[]),
-        }
-        for label, data in wrong.items():
-            with self.subTest(label):
-                self.assert_refused(errors(data, output))
-
-        shop = td.MockShop()
-        refund, call = next(spec for spec in shop.tools() if spec.effect == "write"), write_call()
-        draft = {"draft_id": "DRAFT-1", "order_ref": "ORDER-7", "reason": "damaged"}
-        said = handled(draft, producer_revision="refunds-mock-v2")
-        self.assertEqual(td.validate_handler_result(refund, call, said), [])
-        said = handled(draft | {"status": "approved"}, producer_revision="refunds-mock-v2")
-        self.assert_refused(td.validate_handler_result(refund, call, said))
-
-    def test_values_have_the_exact_type_enum_pattern_and_bounds(self) -> None:
-        rule = td.FieldRule
-        table: list[tuple[td.FieldRule, list[Any], list[Any]]] = [
-            (rule(int), [0, -1, 2**53 - 1], [True, False, 1.0, "1", None, [1], 2**53]),
-            (rule(bool), [True, False], [1, 0, 1.0, "true", None]),
-            (rule(float), [1.5, 1, 0], [True, "1.5", None, float("inf")]),
-            (rule(str), ["", "x"], [1, None, ["x"], b"x"]),
-            (rule(list), [[], [1, "a", None]], [(), {}, "[]", None]),
-            (rule(dict), [{}, {"a": [1]}], [[], "{}", None]),
-            (rule(int, nullable=True), [None, 1], [True, "1"]),
-            (rule(int, minimum=1, maximum=3), [1, 3], [0, 4]),
-            (rule(float, minimum=1, maximum=3), [1, 3.0, 2.5], [0.999, 3.001]),
-            (rule(str, min_length=2, max_length=3), ["ab", "abc", " ab"], ["a", "abcd", " a ", "   "]),
-            (rule(list, min_length=1, max_length=2), [[1], [1, 2]], [[], [1, 2, 3]]),
-            (rule(list, items=rule(int)), [[], [1, 2]], [[1, True], [1, 2.0], [None], ["1"]]),
-            (rule(str, enum=("paid", "refunded")), ["paid"], ["Paid", "paid ", "", "PAID"]),
-            (rule(int, enum=(1, 2)), [1, 2], [True, 1.0, 3]),
-            (rule(float, enum=(1.0, 2.5)), [1.0, 2.5], [True, 1]),
-            (rule(bool, enum=(True,)), [True], [False, 1]),
-            (
-                rule(str, pattern=r"DRAFT-[0-9]+"),
-                ["DRAFT-1"],
-                ["DRAFT-", "xDRAFT-1", "DRAFT-1x", "DRAFT-1\n", "draft-1"],
-            ),
-        ]
-        for field, good, bad in table:
-            for value in good:
-                with self.subTest(field=field, good=value):
-                    self.assertEqual(errors({"value": value}, {"value": field}), [])
-            for value in bad:
-                with self.subTest(field=field, bad=value):
-                    self.assert_refused(errors({"value": value}, {"value": field}))
-
-    def test_a_bound_field_equals_the_input_argument_type_for_type(self) -> None:
-        output = {"echo": td.FieldRule(float, equals_argument="n")}
-        for value, accepted in ((1, True), (1.0, False), (2, False)):
-            with self.subTest(value=value):
-                self.assertEqual(errors({"echo": value}, output) == [], accepted)
-        self.assert_refused(errors({"echo": True}, {"echo": td.FieldRule(bool, equals_argument="n")}))
-        order, refund = sorted(td.MockShop().tools(), key=lambda spec: spec.effect)
-        seen = {"order_ref": "ORDER-7", "status": "paid"}
-        draft = {"draft_id": "DRAFT-1", "order_ref": "ORDER-7", "reason": "damaged"}
-        bound: list[tuple[td.ToolSpec, td.ToolCall, dict[str, str], dict[str, str]]] = [
-            (order, read_call(), seen, {"order_ref": "ORDER-8"}),
-            (order, read_call(), seen, {"order_ref": "order-7"}),
-            (refund, write_call(), draft, {"order_ref": "ORDER-8"}),
-            (refund, write_call(), draft, {"reason": "other"}),
-            (refund, write_call(), draft, {"draft_id": "DRAFT-x"}),
-        ]
-        for spec, call, data, change in bound:
-            with self.subTest(spec=spec.name, change=change):
-                said = handled(data, producer_revision=spec.producer_revision)
-                self.assertEqual(td.validate_handler_result(spec, call, said), [])
-                said = handled(data | change, producer_revision=spec.producer_revision)
-                self.assert_refused(td.validate_handler_result(spec, call, said))
-
-    def test_data_outside_the_portable_domain_is_an_error_and_never_an_exception(self) -> None:
-        class Text(str):
-            pass
-
-        class Hostile(dict[str, Any]):
-            def _raise(self, *_: Any) -> Any:
-                raise RuntimeError("touched")
-
-            __len__ = __iter__ = __contains__ = __getitem__ = keys = items = values = get = _raise
-
-        cyclic_list: list[Any] = []
-        cyclic_list.append(cyclic_list)
-        cyclic_dict: dict[str, Any] = {}
-        cyclic_dict["again"] = {"and": cyclic_dict}
-        wide: list[Any] = []
-        for _ in range(40):  # forty containers that unfold to a million million values
-            wide = [wide, wide]
-        deep: Any = 1
-        for _ in range(100_000):
-            deep = [deep]
-        self.addCleanup(self._unfold, deep)
-        odd: list[Any] = [
-            float("nan"),
-            float("inf"),
-            -float("inf"),
-            2**53,
-            -(2**60),
-            10**5_000,
-            1e20,
-            "\ud800",
-            (1,),
-            {1},
-        ]
-        odd += [b"x", object(), int, Text("x"), Hostile(), {1: 1}, {None: 1}, {Text("a"): 1}, {"\udc00": 1}]
-        odd += [cyclic_list, cyclic_dict, wide, deep, {"d": deep}, lambda: 1, "x" * 65_537, [0] * 1_025]
-        shared = [1, {"a": 2.0}]
-        self.assertEqual(errors({"free": {"a": shared, "b": shared, "c": [None, True, "\U0001f600", 2**53 - 1]}}), [])
-        for value in odd:
-            with self.subTest(kind=type(value).__name__):
-                data = {"free": {"list": [value]}}
-                self.assert_refused(errors(data))
-                self.assert_refused(errors(data, {"free": td.FieldRule(dict, nullable=True)}))
-                package = Host([probe(FREE, lambda invocation, data=data: handled(data))]).dispatch(probe_call())
-                self.assertEqual(verdict(package), VIOLATION)
-        self.assert_refused(errors(Hostile()))
-        self.assert_refused(errors(deep))
-
-    @staticmethod
-    def _unfold(deep: Any) -> None:
-        """Take a deep nest apart level by level, so that no interpreter has to free it recursively."""
-        while type(deep) is list:
-            deep = deep.pop()
-
-    def test_encoded_bytes_and_depth_are_allowed_up_to_the_exact_limit(self) -> None:
-        texts = ["x", "é", "€", "\U0001f600", 'a"\\\n\x01', ""]
-        for text in texts:
-            data = {"free": {text: [text, 1.0, 1e21 / 1e21, None]}}
-            size = len(td.canonical_json(data).encode("utf-8"))
-            with self.subTest(text=text, size=size):
-                self.assertEqual(errors(data, max_output_bytes=size), [])
-                self.assertEqual(errors(data, max_output_bytes=size + 1), [])
-                self.assert_refused(errors(data, max_output_bytes=size - 1))
-        flat = {"n": td.FieldRule(int), "s": td.FieldRule(str)}
-        self.assertEqual(errors({"n": 1, "s": "[[[{{{"}, flat, max_output_depth=1), [])
-        nested: Any = {}
-        for depth in range(2, 31):  # {"free": {}} is two levels
-            with self.subTest(depth=depth):
-                self.assertEqual(errors({"free": nested}, max_output_depth=depth), [])
-                self.assert_refused(errors({"free": nested}, max_output_depth=depth - 1))
-                nested = {"in": nested} if depth % 2 else {"in": 1, "again": nested}
-        self.assert_refused(errors({"free": nested}, max_output_depth=30))  # 31: no document could carry it
-        lists = {"free": td.FieldRule(list)}
-        self.assertEqual(errors({"free": [[], [[]]]}, lists, max_output_depth=4), [])
-        self.assert_refused(errors({"free": [[], [[]]]}, lists, max_output_depth=3))
-
-    def test_sensitive_field_names_are_refused_in_every_spelling_at_every_level(self) -> None:
-        published = {
-            *("authorization", "access_token", "refresh_token", "api_key", "password", "secret", "client_secret"),
-            *("private_key", "cookie", "set_cookie", "call_id", "operation_id", "request_digest"),
-            *("request_sha256", "result_sha256", "call_binding_sha256"),
-        }
-        self.assertLessEqual(published, td.SENSITIVE_FIELD_NAMES)
-        spellings = [
-            *("AUTHORIZATION", "Authorization", "aUtHoRiZaTiOn", "accessToken", "AccessToken", "ACCESSTOKEN"),
-            *("access-token", "access.token", "access token", "access__token", "_access_token_", " Access - Token "),
-            *("Set-Cookie", "setCookie", "apikey", "API-Key", "Api.Key", "request.SHA256", "callId", "CALL-ID"),
-            *("\uff50\uff41\uff53\uff53\uff57\uff4f\uff52\uff44", "\uff30ass\uff37ord", "api\uff3fkey", "\u24d2ookie"),
-            *(
-                "pass\u200bword",
-                "\ufeffpassword",
-                "pass\u00adword",
-                "pass\u2060word\u200d",
-                "\u202epassword",
-                "sec\u200cret",
-                *("pass\ufe0fword", "pass\u3164word", "\u115fpassword"),  # variation selector, fillers: nothing to see
-            ),
-            *("api\u00a0key", "api\u2011key", "pa\u017fsword", "api_\u212aey", "A\u200bPI\uff0d\u212aey"),
-        ]
-        for name in sorted(published | set(td.SENSITIVE_FIELD_NAMES)) + spellings:
-            places = [{name: "x"}, {"a": {name: None}}, {"a": [1, [{"b": {name: {}}}]]}]
-            with self.subTest(name=ascii(name)):
-                for place in places:
-                    self.assert_refused(errors({"free": place}))
-                self.assert_refused(errors({"free": [places]}, {"free": td.FieldRule(list)}))
-        harmless = [
-            *("secretary", "tokenizer", "passwordless", "author", "authorized", "cookie_policy", "secret_santa"),
-            *("password_reset_url", "keyboard", "call_identity", "operation", "sha256", "digestive", "p a s t"),
-        ]
-        for name in harmless:
-            with self.subTest(harmless=name):
-                self.assertEqual(errors({"free": {name: name, "in": [{name: {"as": name}}]}}), [])
-        self.assertEqual(errors({"free": {"note": "the password field, the secret and the cookie"}}), [])
-
-    def test_strings_that_are_evidently_credentials_are_refused_wherever_they_stand(self) -> None:
-        pem = "-----BEGIN%s PRIVATE KEY-----\nMIIEvQIBADANBgkqhkiG9w0BAQEFAASC\n-----END%s PRIVATE KEY-----"
-        credentials = [
-            f"Bearer {TOKEN}",
-            f"bearer {TOKEN}",
-            f"BEARER {TOKEN}",
-            f"bEaReR  {TOKEN}",
-            f"Bearer\t{TOKEN}",
-            f"Authorization: Bearer {TOKEN}",
-            f"the shop said 'Bearer {TOKEN}', so retry",
-            f"line one\nBearer {TOKEN}\nline three",
-            f"\uff22\uff45\uff41\uff52\uff45\uff52 {TOKEN}",
-            f"Bea\u200brer {TOKEN}",
-            f"Bearer\u00a0{TOKEN}",
-            "Bearer sk-live-4f9a8b7c6d5e4f3a2b1c0d9e",
-            "Basic dXNlcjpwYXNzd29yZA==",
-            "basic dXNlcjpwYXNzd29yZA==",
-            "header Basic YWRtaW46aHVudGVyMjIyMg== was sent",
-            *(pem % (kind, kind) for kind in ("", " RSA", " EC", " OPENSSH", " ENCRYPTED")),
-            "key: -----begin rsa private key-----MIIE",
-        ]
-        for text in credentials:
-            with self.subTest(text=ascii(text)):
-                for place in ({"a": text}, {"a": {"b": [1, [text]]}}, {"a": ["x", {"b": text}]}, {text: 1}):
-                    self.assert_refused(errors({"free": place}))
-                self.assert_refused(errors({"free": text}, {"free": td.FieldRule(str)}))
-                self.assert_refused(
-                    errors({"free": ["x", text]}, {"free": td.FieldRule(list, items=td.FieldRule(str))})
-                )
-        harmless = [
-            *(
-                "bearer of news",
-                "Bearer of news",
-                "a bearer of good news came",
-                "Basic training",
-                "basic training only",
-            ),
-            *(
-                "Bearer",
-                "Basic",
-                "basic",
-                "the standard bearer",
-                "Bearer token",
-                "Basic authentication",
-                "Basic English",
-            ),
-            *("-----BEGIN CERTIFICATE-----", "-----BEGIN PUBLIC KEY-----", "a private key", "secretary", "tokenizer"),
-        ]
-        for text in harmless:
-            with self.subTest(harmless=text):
-                self.assertEqual(errors({"free": {"note": text, "notes": [text]}}), [])
-
-    def test_the_data_is_snapshotted_once_and_shown_as_validated(self) -> None:
-        kept: dict[str, Any] = {"free": {"list": [1, 2.0], "text": "as validated"}}
-        original = json.loads(json.dumps(kept))
-
-        def spoil() -> None:
-            kept["free"]["authorization"] = f"Bearer {TOKEN}"
-            kept["free"]["list"].append("later")
-            kept["extra"] = True
-
-        class Spoiling(td.MemoryLedger):
-            """A ledger that takes its time: the handler's dict changes between validation and record."""
-
-            def complete(self, record: td.OperationRecord, result: td.HandlerResult) -> td.OperationRecord:
-                spoil()
-                return super().complete(record, result)
-
-        spec = probe(FREE, lambda invocation: handled(kept), effect="write")
-        host = Host([spec], ledger=Spoiling())
-        first: Any = host.dispatch(probe_call(idempotency_key="key-1"))
-        self.assertIn("extra", kept)  # the attack took place
-        self.assertEqual(verdict(first), ("OK", "committed", "fresh"))
-        self.assertEqual(first["model_result"]["data"], original)
-        self.assertIs(type(first["model_result"]["data"]["free"]["list"][1]), float)
-        shown = json.dumps(first)
-        spoil()
-        self.assertEqual(json.dumps(first), shown)
-
-        first["model_result"]["data"]["free"]["list"].append("by the caller")
-        again: list[Any] = [host.dispatch(probe_call(call_id=f"call-{n}", idempotency_key="key-1")) for n in (2, 3)]
-        for package in again:
-            self.assertEqual(verdict(package), ("OK", "committed", "local_replay"))
-            self.assertEqual(package["model_result"]["data"], original)
-            package["model_result"]["data"]["free"].clear()
-
-        read = {"free": {"list": [1]}}
-        package = Host([probe(FREE, lambda invocation: handled(read))]).dispatch(probe_call())
-        read["free"]["list"].append(2)
-        self.assertEqual(package["model_result"]["data"], {"free": {"list": [1]}})
-
-    def test_a_violation_shows_nothing_and_leaves_a_write_pending_but_not_a_read(self) -> None:
-        runs: list[str | None] = []
-        leak, clean = handled({"free": {"authorization": f"Bearer {TOKEN}"}}), handled({"free": {}})
-
-        def handler(invocation: td.Invocation) -> td.HandlerResult:
-            runs.append(invocation.status_ref)
-            return clean if len(runs) > 1 else leak
-
-        for effect, key in (("read", None), ("write", "key-1")):
-            with self.subTest(effect=effect):
-                runs.clear()
-                host = Host([probe(FREE, handler, effect=effect)])
-                trace: list[tuple[str, str]] = []
-                bad: Any = host.dispatch(probe_call(idempotency_key=key), trace=trace)
-                self.assertEqual(verdict(bad), VIOLATION)
-                self.assertEqual(trace[-2:], [("handler", "pass"), ("output", "OUTPUT_CONTRACT_VIOLATION")])
-                self.assertEqual((bad["model_result"]["status"], bad["model_result"]["data"]), ("unknown", None))
-                self.assertEqual(bad["model_result"]["error"]["recovery"], "human_review")
-                self.assertEqual(bad["model_result"]["provenance"]["source_label"], "offline-dispatcher")
-                for private in (TOKEN, '"authorization"', "receipt-1", "request-1", "probe-1-r1"):
-                    self.assertNotIn(private, json.dumps(bad))
-                downstream = bad["protected_audit"]["downstream"]
-                self.assertEqual(downstream["status_ref"] is not None, effect == "write")
-
-                retry: Any = host.dispatch(probe_call(call_id="call-2", idempotency_key=key))
-                if effect == "read":
-                    self.assertEqual((verdict(retry), len(runs)), (("OK", "committed", "fresh"), 2))
-                    continue
-                self.assertEqual(verdict(retry), ("OUTCOME_UNKNOWN", "unknown", "fresh"))
-                self.assertEqual(retry["protected_audit"]["downstream"], downstream)
-                other = host.dispatch(bind("probe", {"n": 2}, call_id="call-3", idempotency_key=key))
-                self.assertEqual(verdict(other)[0], "IDEMPOTENCY_CONFLICT")
-                self.assertEqual(runs, [downstream["status_ref"]])
 
 
 if __name__ == "__main__":
