@@ -14,7 +14,7 @@ output passes a gate of its own:
       -> model_result  --------------------------> provider adapter -> model
       -> protected_audit with three digests -----> stays with the host
 
-Read it top to bottom; each section uses only what stands above it:
+Read it top to bottom. Each section uses only sections above it; within one, the main thing comes first:
 
      1 contract names and limits      6 digests                          11 provider adapters
      2 errors                         7 approval                         12 mock shop
@@ -22,8 +22,11 @@ Read it top to bottom; each section uses only what stands above it:
      4 principal, proposal, binding   9 ledger                           14 command line
      5 tool contracts                10 dispatcher
 
-Time, identity and keys are passed in: there is no clock, no randomness and no environment in sections 1 to 13.
-"section N" in a comment of the code is section N of the contract that this module implements.
+Time, identity and keys are passed in: there is no clock, no randomness and no environment before the command line.
+
+A paragraph sign cites the contract that this module implements: §2 limits, §3 portable JSON and errors, §4 principal,
+proposal and context, §5 tool contracts, §6 the mock tools, §7 gates, §8 approval, §9 ledger, §10 the unknown and the
+status query, §11 result package, §12 digests, §13 checking a package, §14 adapters, §15 fixture, §17 command line.
 """
 
 from __future__ import annotations
@@ -38,6 +41,7 @@ import sys
 import threading
 import unicodedata
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set, Sized
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from datetime import datetime, timedelta
 from functools import lru_cache
@@ -45,90 +49,32 @@ from itertools import count, pairwise
 from math import isfinite
 from operator import attrgetter
 from types import MappingProxyType
-from typing import Any, Final, Literal, NamedTuple, NoReturn, Protocol, TypeAlias, TypedDict, cast
+from typing import Any, Final, Literal, NamedTuple, NoReturn, Protocol, TypeAlias, TypedDict, cast, get_args
 
 __version__ = "1.0.0"
 
+# fmt: off
 __all__ = [
-    "APPROVAL_TTL_SECONDS",
-    "AUDIT_SCHEMA_VERSION",
-    "DISPATCHER_REVISION",
-    "DISPATCHER_SOURCE_LABEL",
-    "ERROR_CATALOG",
-    "FIXTURE_SCHEMA_VERSION",
-    "MAX_CASES",
-    "MAX_FIXTURE_BYTES",
-    "MAX_IDENTIFIER_CHARS",
-    "MAX_JSON_DEPTH",
-    "MAX_JSON_NODES",
-    "MAX_LEDGER_ENTRIES",
-    "MAX_MEMBERS",
-    "MAX_PORTABLE_UNIX_SECONDS",
-    "MAX_ROLES",
-    "MAX_SAFE_INTEGER",
-    "MAX_STEPS_PER_CASE",
-    "MAX_STRING_CHARS",
-    "MODEL_RESULT_SCHEMA_VERSION",
-    "PROVIDER_PROFILES",
-    "SENSITIVE_FIELD_NAMES",
-    "Approval",
-    "ContractError",
-    "Dispatcher",
-    "ErrorPolicy",
-    "ExecutionContext",
-    "FieldRule",
-    "FixtureError",
-    "FixtureIOError",
-    "HandlerResult",
-    "HostContextError",
-    "Invocation",
-    "JsonValue",
-    "Ledger",
-    "LedgerCapacityError",
-    "LedgerStateError",
-    "MemoryLedger",
-    "MockShop",
-    "ModelProposal",
-    "NotStarted",
-    "OperationRecord",
-    "PortableJsonError",
-    "Principal",
-    "Receipt",
-    "ReceiptQuery",
-    "ResultContractError",
-    "ResultPackage",
-    "ToolCall",
-    "ToolContractError",
-    "ToolSpec",
-    "approval_digest",
-    "bind_tool_call",
-    "call_binding_digest",
-    "call_fingerprint",
-    "canonical_json",
-    "digest",
-    "error_package",
-    "grant_approval",
-    "load_fixture",
-    "main",
-    "mock_dispatcher",
-    "parse_json",
-    "request_digest",
-    "result_digest",
-    "run_fixture",
-    "success_package",
-    "to_anthropic_messages",
-    "to_gemini_interactions",
-    "to_openai_responses",
-    "to_provider_payload",
-    "validate_fixture",
-    "validate_handler_result",
-    "validate_host_context",
-    "validate_result",
+    "APPROVAL_TTL_SECONDS", "AUDIT_SCHEMA_VERSION", "DISPATCHER_REVISION", "DISPATCHER_SOURCE_LABEL", "ERROR_CATALOG",
+    "FIXTURE_SCHEMA_VERSION", "MAX_CASES", "MAX_FIXTURE_BYTES", "MAX_IDENTIFIER_CHARS", "MAX_JSON_DEPTH",
+    "MAX_JSON_NODES", "MAX_LEDGER_ENTRIES", "MAX_MEMBERS", "MAX_PORTABLE_UNIX_SECONDS", "MAX_ROLES",
+    "MAX_SAFE_INTEGER", "MAX_STEPS_PER_CASE", "MAX_STRING_CHARS", "MODEL_RESULT_SCHEMA_VERSION", "PROVIDER_PROFILES",
+    "SENSITIVE_FIELD_NAMES", "Approval", "CallIdentity", "ContractError", "Dispatcher", "Downstream", "ErrorPolicy",
+    "ExecutionContext", "FieldRule", "FixtureError", "FixtureIOError", "FixtureReport", "HandlerResult",
+    "HostContextError", "Invocation", "JsonObject", "JsonValue", "Ledger", "LedgerCapacityError", "LedgerStateError",
+    "MemoryLedger", "MockShop", "ModelProposal", "ModelResult", "NotStarted", "OperationRecord", "PortableJsonError",
+    "Principal", "ProtectedAudit", "Receipt", "ReceiptQuery", "ResultContractError", "ResultPackage", "Scope",
+    "ToolCall", "ToolContract", "ToolContractError", "ToolSpec", "Trace", "approval_digest", "bind_tool_call",
+    "call_binding_digest", "call_fingerprint", "canonical_json", "digest", "error_package", "grant_approval",
+    "load_fixture", "main", "mock_dispatcher", "parse_json", "request_digest", "result_digest", "run_fixture",
+    "success_package", "to_anthropic_messages", "to_gemini_interactions", "to_openai_responses",
+    "to_provider_payload", "validate_fixture", "validate_handler_result", "validate_host_context", "validate_result",
     "validate_result_set",
 ]
+# fmt: on
 
 
-# ==== 1. Contract names and limits (section 2) ========================================================================
+# ==== 1. Contract names and limits (§2, §11) ========================================================================
 
 FIXTURE_SCHEMA_VERSION: Final = "tool-cases-v2"
 MODEL_RESULT_SCHEMA_VERSION: Final = "tool-model-result-v2"
@@ -138,7 +84,7 @@ DISPATCHER_SOURCE_LABEL: Final = "offline-dispatcher"
 
 MAX_FIXTURE_BYTES: Final = 65_536  # UTF-8 bytes; a fixture is read no further than one byte past it
 MAX_JSON_DEPTH: Final = 32  # nested containers; far below every recursion limit, and no tool call needs more
-MAX_JSON_NODES: Final = 65_536  # values in one document, counted with repetition: shared and cyclic containers end
+MAX_JSON_NODES: Final = 65_536  # values in one document, counted with repetition, so shared or cyclic containers end
 MAX_STRING_CHARS: Final = 65_536
 MAX_MEMBERS: Final = 1_024  # of one array or object
 MAX_SAFE_INTEGER: Final = 9_007_199_254_740_991  # 2**53 - 1: the same integer in every JSON reader
@@ -150,9 +96,9 @@ MAX_PORTABLE_UNIX_SECONDS: Final = 253_402_300_799  # 9999-12-31T23:59:59Z: the 
 APPROVAL_TTL_SECONDS: Final = 60
 MAX_LEDGER_ENTRIES: Final = 100_000
 
-# The contract bounds one string and the number of values; their product is 4 GiB, so their sum is bounded as well.
+# The contract bounds one string and the number of values; their product is 4 Gi characters. So the sum is bounded too.
 _MAX_TEXT_CHARS: Final = 16_777_216
-# A document may nest a tool's arguments or data two levels deep and must stay in the domain (section 3).
+# A document may nest a tool's arguments or data two levels deep and must stay in the domain (§3).
 _MAX_PAYLOAD_DEPTH: Final = MAX_JSON_DEPTH - 2
 
 # (provider, api_family) -> adapter_revision: the only three profiles a call can be bound to.
@@ -180,10 +126,10 @@ Effect: TypeAlias = Literal["read", "write"]
 Purpose: TypeAlias = Literal["dispatch", "query_status"]
 OperationState: TypeAlias = Literal["pending", "succeeded", "not_started"]
 
-_STATUSES: Final = ("succeeded", "failed", "unknown")
-_OUTCOMES: Final = ("not_started", "committed", "unknown")
-_DELIVERIES: Final = ("fresh", "local_replay", "receipt_reconciled")
-_RECOVERIES: Final = ("none", "correct_input", "request_approval", "retry_after", "query_status", "human_review")
+_STATUSES: Final = get_args(Status)
+_OUTCOMES: Final = get_args(Outcome)
+_DELIVERIES: Final = get_args(Delivery)
+_RECOVERIES: Final = get_args(Recovery)
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,7 +143,7 @@ class ErrorPolicy:
     retry_after_ms: int | None = None
 
 
-# Section 11. The messages are fixed: no handler, argument or exception text ever gets into them.
+# §11. The messages are fixed: no handler, argument or exception text ever gets into them.
 ERROR_CATALOG: Final[Mapping[str, ErrorPolicy]] = MappingProxyType(
     {
         "UNKNOWN_TOOL": ErrorPolicy("contract", "not_started", "correct_input", "No such tool is registered."),
@@ -244,7 +190,7 @@ ERROR_CATALOG: Final[Mapping[str, ErrorPolicy]] = MappingProxyType(
     }
 )
 
-# The four codes by which a handler can say that nothing happened (section 5).
+# The four codes by which a handler can say that nothing happened (§5).
 _NOT_STARTED_CODES: Final = frozenset({"TIMEOUT_BEFORE_EXECUTE", "RATE_LIMIT", "TOOL_ERROR", "BUSINESS_RULE_VIOLATION"})
 _WRITE_ONLY_CODES: Final = frozenset(
     {
@@ -257,7 +203,7 @@ _WRITE_ONLY_CODES: Final = frozenset(
 )
 
 
-# ==== 2. Errors (section 3) ===========================================================================================
+# ==== 2. Errors (§3) ===========================================================================================
 
 
 class ContractError(ValueError):
@@ -277,7 +223,7 @@ class PortableJsonError(ContractError):
 
 
 class FixtureError(ContractError):
-    """A fixture breaks the format of section 15, or refers to what does not exist."""
+    """A fixture breaks the format of §15, or refers to what does not exist."""
 
 
 class FixtureIOError(FixtureError):
@@ -322,10 +268,17 @@ def _member(key: str) -> str:
     return f".{key}" if _PLAIN_MEMBER.fullmatch(key) else f"[{_quoted(key)}]"
 
 
-# ==== 3. Portable JSON (section 3) ====================================================================================
+# ==== 3. Portable JSON (§3) ====================================================================================
 
 JsonValue: TypeAlias = "bool | int | float | str | list[JsonValue] | dict[str, JsonValue] | None"
 JsonObject: TypeAlias = dict[str, JsonValue]
+
+
+class _RepeatedKey:
+    """Stands in a decoded document for an object that repeats a key, until the check names its path."""
+
+    def __init__(self, key: str) -> None:
+        self.key = key
 
 
 class _Walk:
@@ -419,17 +372,10 @@ def _number(number: float) -> float:
             raise PortableJsonError(f"wanted an integer between -{MAX_SAFE_INTEGER} and {MAX_SAFE_INTEGER}")
     elif not isfinite(number):
         raise PortableJsonError("wanted a finite number")
-    # RFC 8785 would write it as an integer, and as one that no reader could take back (section 3).
-    elif MAX_SAFE_INTEGER < abs(number) < 1e21 and number.is_integer():
-        raise PortableJsonError("wanted a number that is no integer beyond the safe range")
+    # A float of this size has no fraction: RFC 8785 would write it as an integer that no reader takes back (§3).
+    elif MAX_SAFE_INTEGER < abs(number) < 1e21:
+        raise PortableJsonError("wanted a number whose text is no integer beyond the safe range")
     return number
-
-
-class _RepeatedKey:
-    """Stands in a decoded document for an object that repeats a key, until the check names its path."""
-
-    def __init__(self, key: str) -> None:
-        self.key = key
 
 
 class _Decoding:
@@ -449,11 +395,15 @@ class _Decoding:
         if len(members) == len(pairs):
             return members
         self.doubtful = True
-        keys = [key for key, _ in pairs]
-        return _RepeatedKey(next(key for key in keys if keys.count(key) > 1))
+        once: set[str] = set()
+        for key, _ in pairs:
+            if key in once:
+                break
+            once.add(key)
+        return _RepeatedKey(key)
 
     def _integer(self, digits: str) -> int:
-        value = int(digits[:18])  # enough to be out of range; converting 5,000 digits is dear, and forbidden
+        value = int(digits[:18])  # enough to be out of range; Python itself refuses to convert 5,000 digits
         self.doubtful |= not -MAX_SAFE_INTEGER <= value <= MAX_SAFE_INTEGER
         return value
 
@@ -489,7 +439,7 @@ def _is_crowded(raw: bytes) -> bool:
 
 
 def parse_json(raw: bytes) -> JsonValue:
-    """Decode at most `MAX_FIXTURE_BYTES` of strict UTF-8 JSON, or raise `PortableJsonError` (section 3)."""
+    """Decode at most `MAX_FIXTURE_BYTES` of strict UTF-8 JSON, or raise `PortableJsonError` (§3)."""
     if type(raw) is not bytes:
         raise PortableJsonError("wanted bytes")
     if len(raw) > MAX_FIXTURE_BYTES:
@@ -516,16 +466,17 @@ def parse_json(raw: bytes) -> JsonValue:
 def _encoder() -> Callable[[object], str]:
     """The standard encoder, with the settings that come closest to RFC 8785.
 
-    `JSONEncoder.encode` sets up its C encoder anew for each document. Keeping one saves a quarter of a dispatch; where
-    an interpreter has none to keep, the public method gives the same text.
+    `JSONEncoder.encode` sets up its C encoder anew for each document. Keeping one saves a tenth of a dispatch; where an
+    interpreter has none to keep, or another signature for it, the public method gives the same text.
     """
     standard = json.JSONEncoder(
         ensure_ascii=False, sort_keys=True, separators=(",", ":"), check_circular=False, allow_nan=False
     )
-    make = getattr(json.encoder, "c_make_encoder", None)
-    if make is None:
+    try:
+        make: Any = json.encoder.c_make_encoder  # type: ignore[attr-defined]
+        kept = make(None, standard.default, json.encoder.encode_basestring, None, ":", ",", True, False, False)
+    except (AttributeError, TypeError):
         return standard.encode
-    kept = make(None, standard.default, json.encoder.encode_basestring, None, ":", ",", True, False, False)
     return lambda value: "".join(kept(value, 0))
 
 
@@ -539,7 +490,7 @@ def canonical_json(value: object) -> str:
     return _canonical(*_snapshot(value))
 
 
-def _canonical(value: object, plain: bool = True) -> str:
+def _canonical(value: object, plain: bool) -> str:
     """Encode what is known to be portable, and plain or not.
 
     The standard encoder gives RFC 8785's bytes but for two things: how a float is written, and the order of keys when
@@ -591,7 +542,7 @@ def _sha256(text: str) -> str:
 
 def _names_digest(document: Mapping[str, object]) -> str:
     """`digest` of a document of names that this module itself put together: plain, and nothing left to check."""
-    return _sha256(_canonical(document))
+    return _sha256(_canonical(document, plain=True))
 
 
 def _same(one: object, other: object) -> bool:
@@ -627,7 +578,12 @@ def _exact_fields(value: object, names: Set[str], path: str, errors: list[str]) 
     return False
 
 
-# ==== 4. Principal, proposal, context, binding (section 4) ============================================================
+# ==== 4. Principal, proposal, context, binding (§4) ============================================================
+
+
+def _is_identifier(value: object) -> bool:
+    """1 to `MAX_IDENTIFIER_CHARS` printable characters, not blank: no control character, no lone surrogate."""
+    return type(value) is str and 0 < len(value) <= MAX_IDENTIFIER_CHARS and value.isprintable() and not value.isspace()
 
 
 @dataclass(frozen=True, slots=True)
@@ -697,7 +653,7 @@ class ToolCall:
 
 
 def bind_tool_call(proposal: ModelProposal, context: ExecutionContext) -> ToolCall:
-    """Snapshot a proposal, of whatever shape, into a call of this context (section 4).
+    """Snapshot a proposal, of whatever shape, into a call of this context (§4).
 
     Nothing in the proposal raises: a name that is no identifier becomes `"(unregistered)"`, arguments that are no
     object of the portable domain become None, and the gates answer with a result. `HostContextError` only when
@@ -723,11 +679,6 @@ def bind_tool_call(proposal: ModelProposal, context: ExecutionContext) -> ToolCa
 def _bound(call: ToolCall) -> _Bound:
     """The call's snapshot; of a call built by hand, one made now: each entry point takes it once and keeps to it."""
     return call._bound or cast("_Bound", bind_tool_call(call.proposal, call.context)._bound)
-
-
-def _is_identifier(value: object) -> bool:
-    """1 to `MAX_IDENTIFIER_CHARS` printable characters, not blank: no control character, no lone surrogate."""
-    return type(value) is str and 0 < len(value) <= MAX_IDENTIFIER_CHARS and value.isprintable() and not value.isspace()
 
 
 _IDENTIFIER_WANTED: Final = f"wanted a string of 1 to {MAX_IDENTIFIER_CHARS} printable characters, not blank"
@@ -766,9 +717,9 @@ def _wrong_context(context: ExecutionContext) -> str:
 
 
 def validate_host_context(principal: Principal, call: ToolCall, *, now: int) -> None:
-    """Raise `HostContextError` unless the host's own part is well formed: gate 1 of every call (section 7).
+    """Raise `HostContextError` unless the host's own part is well formed: gate 1 of every call (§7).
 
-    `now` is in Unix seconds, 0 to `MAX_PORTABLE_UNIX_SECONDS`. Nothing the model controls is looked at.
+    `now` is in Unix seconds, 0 to `MAX_PORTABLE_UNIX_SECONDS`. Nothing the model controls is judged.
     """
     _check_host(principal, call)
     if not _is_time(now):
@@ -788,7 +739,14 @@ def _check_host(principal: Principal, call: ToolCall) -> None:
         raise HostContextError(wrong)
 
 
-# ==== 5. Tool contracts (section 5) ===================================================================================
+# ==== 5. Tool contracts (§5) ===================================================================================
+
+
+def _freeze(owner: object, name: str) -> None:
+    """Put a read-only copy in place of a mapping; what is no mapping is left for the contract check to refuse."""
+    value = getattr(owner, name)
+    if isinstance(value, Mapping):
+        object.__setattr__(owner, name, MappingProxyType(dict(value)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -816,7 +774,11 @@ class FieldRule:
     def __post_init__(self) -> None:
         _freeze(self, "fields")
         if isinstance(self.enum, list | tuple | set | frozenset):
-            object.__setattr__(self, "enum", tuple(self.enum))
+            try:
+                members = tuple(_snapshot(member)[0] for member in self.enum)
+            except PortableJsonError:
+                members = ()  # no value could equal it: refused, as an empty one is
+            object.__setattr__(self, "enum", members)
 
 
 @dataclass(frozen=True, slots=True)
@@ -883,7 +845,7 @@ class ReceiptQuery:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolSpec:
-    """One tool: its input and output contract, its revisions and its callbacks (section 5).
+    """One tool: its input and output contract, its revisions and its callbacks (§5).
 
     `authorize` and `business_rule` get the principal and a copy of the arguments; only `True` itself passes, anything
     else, or an exception, refuses. `find_receipt` is how a write's unknown outcome can be reconciled; without one it
@@ -914,13 +876,6 @@ class ToolSpec:
     def __post_init__(self) -> None:
         _freeze(self, "arguments")
         _freeze(self, "output")
-
-
-def _freeze(owner: object, name: str) -> None:
-    """Put a read-only copy in place of a mapping; what is no mapping is left for the contract check to refuse."""
-    value = getattr(owner, name)
-    if isinstance(value, Mapping):
-        object.__setattr__(owner, name, MappingProxyType(dict(value)))
 
 
 _REVISION_FIELDS: Final = (
@@ -968,11 +923,11 @@ def _check_spec(spec: object) -> None:
     if spec.max_output_depth > _MAX_PAYLOAD_DEPTH:
         raise ToolContractError(f"{where}.max_output_depth: wanted at most {_MAX_PAYLOAD_DEPTH}")
     _check_rules(spec.arguments, f"{where}.arguments", _MAX_PAYLOAD_DEPTH, None)
-    _check_rules(spec.output, f"{where}.output", spec.max_output_depth, spec.arguments.keys())
+    _check_rules(spec.output, f"{where}.output", spec.max_output_depth, spec.arguments)
 
 
-def _check_rules(rules: object, path: str, room: int, arguments: Set[str] | None) -> None:
-    """Check the rules of one object, which has `room` nested containers; `arguments` is None for an input."""
+def _check_rules(rules: object, path: str, room: int, arguments: Mapping[str, FieldRule] | None) -> None:
+    """_Check the rules of one object, which has `room` nested containers; `arguments` is None for an input."""
     if room == 0:
         raise ToolContractError(f"{path}: declared deeper than its values may nest")
     if not isinstance(rules, Mapping):
@@ -985,7 +940,7 @@ def _check_rules(rules: object, path: str, room: int, arguments: Set[str] | None
         _check_rule(rule, path + _member(name), room, arguments)
 
 
-def _check_rule(rule: object, path: str, room: int, arguments: Set[str] | None) -> None:
+def _check_rule(rule: object, path: str, room: int, arguments: Mapping[str, FieldRule] | None) -> None:
     if type(rule) is not FieldRule:
         raise ToolContractError(f"{path}: wanted a FieldRule")
     if rule.type not in (str, int, bool, float, list, dict):
@@ -1004,23 +959,23 @@ def _check_rule(rule: object, path: str, room: int, arguments: Set[str] | None) 
         if getattr(rule, name) is not None and rule.type not in types:
             raise ToolContractError(f"{path}.{name}: does not fit {_TYPE_NAMES[rule.type]}")
     _check_bounds(rule, path)
-    if rule.enum is not None:
-        _check_enum(rule, path)
     if rule.pattern is not None:
         try:
             re.compile(rule.pattern if type(rule.pattern) is str else "(")
         except (re.error, RecursionError, OverflowError):
             raise ToolContractError(f"{path}.pattern: wanted a regular expression") from None
-    if rule.equals_argument is not None and (
-        arguments is None or type(rule.equals_argument) is not str or rule.equals_argument not in arguments
-    ):
-        raise ToolContractError(f"{path}.equals_argument: wanted, in an output, the name of an argument")
+    if rule.equals_argument is not None:
+        named = arguments.get(rule.equals_argument) if arguments and type(rule.equals_argument) is str else None
+        if named is None or not (named.type is rule.type or {named.type, rule.type} == {int, float}):
+            raise ToolContractError(f"{path}.equals_argument: wanted, in an output, an argument of the same type")
     if rule.type in (list, dict) and room < 2:
         raise ToolContractError(f"{path}: declared deeper than its values may nest")
     if rule.items is not None:
         _check_rule(rule.items, f"{path}.items", room - 1, arguments)
     if rule.fields is not None:
         _check_rules(rule.fields, path, room - 1, arguments)
+    if rule.enum is not None:
+        _check_enum(rule, path)
 
 
 def _check_bounds(rule: FieldRule, path: str) -> None:
@@ -1040,16 +995,14 @@ def _is_bound(rule: FieldRule, name: str, bound: object) -> bool:
 
 
 def _check_enum(rule: FieldRule, path: str) -> None:
-    if type(rule.enum) is not tuple or not rule.enum:
-        raise ToolContractError(f"{path}.enum: wanted at least one value, in a list or tuple")
-    for value in rule.enum:
-        errors: list[str] = []
-        try:
-            _check_value(replace(rule, enum=None, equals_argument=None), _snapshot(value)[0], path, {}, errors)
-        except PortableJsonError as error:
-            errors.append(str(error))
-        if errors:
-            raise ToolContractError(f"{path}.enum: wanted values that fit the rule's own type and bounds")
+    """Each value passes the rest of the rule, which has been checked by now."""
+    errors: list[str] = []
+    for member in rule.enum if type(rule.enum) is tuple else ():
+        _check_value(replace(rule, enum=None, equals_argument=None), member, path, {}, errors)
+    if not rule.enum or type(rule.enum) is not tuple or errors:
+        raise ToolContractError(
+            f"{path}.enum: wanted a list, tuple or set of values that fit the rule's type and bounds"
+        )
 
 
 def _check_fields(
@@ -1077,6 +1030,7 @@ def _check_value(rule: FieldRule, value: JsonValue, path: str, arguments: JsonOb
             errors.append(f"{path}: wanted a length of at least {rule.min_length}")
         if rule.max_length is not None and len(value) > rule.max_length:
             errors.append(f"{path}: wanted a length of at most {rule.max_length}")
+            return  # the pattern is spared what it may take very long for
         if rule.pattern is not None and type(value) is str and not re.fullmatch(rule.pattern, value):
             errors.append(f"{path}: wanted the declared pattern")
         if rule.items is not None and type(value) is list:
@@ -1093,70 +1047,26 @@ def _check_value(rule: FieldRule, value: JsonValue, path: str, arguments: JsonOb
 
 # Names that never leave in a tool's output, at any level: credentials, and what names a principal, call, operation,
 # receipt or digest. Compared in full and folded, so `Access-Token` is one and `tokenizer` is not.
+# fmt: off
 SENSITIVE_FIELD_NAMES: Final = frozenset(
     {
-        "access_key",
-        "access_token",
-        "api_key",
-        "api_token",
-        "approval_digest",
-        "approval_id",
-        "auth_token",
-        "authorization",
-        "aws_secret_access_key",
-        "bearer",
-        "bearer_token",
-        "call_binding_sha256",
-        "call_id",
-        "client_secret",
-        "cookie",
-        "cookies",
-        "credential",
-        "credentials",
-        "csrf_token",
-        "encryption_key",
-        "id_token",
-        "idempotency_key",
-        "jwt",
-        "oauth_token",
-        "operation_id",
-        "passphrase",
-        "passwd",
-        "password",
-        "principal_ref",
-        "private_key",
-        "proxy_authorization",
-        "pwd",
-        "receipt_id",
-        "refresh_token",
-        "request_digest",
-        "request_id",
-        "request_sha256",
-        "response_id",
-        "result_sha256",
-        "secret",
-        "secret_access_key",
-        "secret_key",
-        "session_cookie",
-        "session_key",
-        "session_token",
-        "set_cookie",
-        "signing_key",
-        "ssh_key",
-        "status_ref",
-        "subject_id",
-        "tenant_id",
-        "token",
-        "x_api_key",
-        "xsrf_token",
+        "access_key", "access_token", "api_key", "api_token", "approval_digest", "approval_id", "auth_token",
+        "authorization", "aws_secret_access_key", "bearer", "bearer_token", "call_binding_sha256", "call_id",
+        "client_secret", "cookie", "cookies", "credential", "credentials", "csrf_token", "encryption_key", "id_token",
+        "idempotency_key", "jwt", "oauth_token", "operation_id", "passphrase", "passwd", "password", "principal_ref",
+        "private_key", "proxy_authorization", "pwd", "receipt_id", "refresh_token", "request_digest", "request_id",
+        "request_sha256", "response_id", "result_sha256", "secret", "secret_access_key", "secret_key",
+        "session_cookie", "session_key", "session_token", "set_cookie", "signing_key", "ssh_key", "status_ref",
+        "subject_id", "tenant_id", "token", "x_api_key", "xsrf_token",
     }
 )
+# fmt: on
 _FOLDED_SENSITIVE: Final = frozenset(name.replace("_", "") for name in SENSITIVE_FIELD_NAMES)
 _SEPARATORS: Final = re.compile(r"[\W_]+")
 # A scheme with a token-shaped word (one with a digit, a joint, a step from lower to upper case, or 20 characters),
 # or a PEM private key. "bearer of news" and "Basic training" are neither.
 _CREDENTIAL: Final = re.compile(
-    r"""(?ix) \b bearer [\s:="']++ (?= [\w.~+/=-]{6} ) [\w.~+/=-]*? (?: [\d_~+=] | \w[.-]\w | (?-i:[a-z][A-Z]) )
+    r"""(?aix) \b bearer [\s:="']++ (?= [\w.~+/=-]{6} ) [\w.~+/=-]*? (?: [\d_~+=] | \w[.-]\w | (?-i:[a-z][A-Z]) )
       | \b basic [\s:="']++ (?= [\w+/-]{8} ) [\w+/-]*? (?: [\d+=] | (?-i:[a-z][A-Z]) )
       | \b (?: bearer | basic ) [\s:="']++ [\w~+=-]{20}
       | -----BEGIN\ [A-Z0-9\ ]*PRIVATE\ KEY"""
@@ -1172,13 +1082,20 @@ _INVISIBLE: Final = re.compile(
 
 def _visible(text: str) -> str:
     """Compatibility forms and invisible characters folded away."""
-    return text if text.isascii() else _INVISIBLE.sub("", unicodedata.normalize("NFKC", text))
+    if text.isascii():
+        return text
+    # In pieces: sorting the marks of one long run takes quadratic time.
+    pieces = (text[start : start + 1_024] for start in range(0, len(text), 1_024))
+    return _INVISIBLE.sub("", "".join(unicodedata.normalize("NFKC", piece) for piece in pieces))
+
+
+def _is_sensitive_name(name: str) -> bool:
+    return _reads_sensitive(name) if len(name) <= MAX_IDENTIFIER_CHARS else _reads_sensitive.__wrapped__(name)
 
 
 @lru_cache(maxsize=1_024)  # a tool answers with the same names each time
-def _is_sensitive_name(name: str) -> bool:
-    folded = unicodedata.normalize("NFKC", _visible(name).casefold())
-    return _SEPARATORS.sub("", folded) in _FOLDED_SENSITIVE
+def _reads_sensitive(name: str) -> bool:
+    return _SEPARATORS.sub("", _visible(_visible(name).casefold())) in _FOLDED_SENSITIVE
 
 
 def _may_hold_credential(text: str) -> bool:
@@ -1187,31 +1104,21 @@ def _may_hold_credential(text: str) -> bool:
     return "bearer" in lowered or "basic" in lowered or "private key" in lowered
 
 
-def _check_names(value: JsonValue, path: str, errors: list[str]) -> None:
-    """No credential or control name as a key, at any level."""
-    if type(value) is dict:
-        for key, item in value.items():
-            if _is_sensitive_name(key):
-                errors.append(f"{path}{_member(key)}: reads as a credential or control field")
-            if type(item) is dict or type(item) is list:
-                _check_names(item, path + _member(key), errors)
-    elif type(value) is list:
-        for index, item in enumerate(value):
-            _check_names(item, f"{path}[{index}]", errors)
-
-
-def _check_strings(value: JsonValue, path: str, errors: list[str]) -> None:
-    """No evident credential in a string, key or value, at any level."""
+def _check_sensitive(value: JsonValue, strings: bool, path: str, errors: list[str]) -> None:
+    """No credential or control name as a key and, where `strings` may hold one, no evident credential, at any level."""
     if type(value) is str:
-        if _may_hold_credential(value) and _CREDENTIAL.search(_visible(value)):
+        if strings and _may_hold_credential(value) and _CREDENTIAL.search(_visible(value)):
             errors.append(f"{path}: reads as a credential")
     elif type(value) is dict:
         for key, item in value.items():
-            _check_strings(key, path + _member(key), errors)
-            _check_strings(item, path + _member(key), errors)
+            if _is_sensitive_name(key):
+                errors.append(f"{path}{_member(key)}: reads as a credential or control field")
+            if strings or type(item) is not str:
+                _check_sensitive(key, strings, path + _member(key), errors)
+                _check_sensitive(item, strings, path + _member(key), errors)
     elif type(value) is list:
         for index, item in enumerate(value):
-            _check_strings(item, f"{path}[{index}]", errors)
+            _check_sensitive(item, strings, f"{path}[{index}]", errors)
 
 
 _TIMESTAMP: Final = re.compile(r"[0-9]{4}-[0-9]{2}-[0-9]{2}T[0-9]{2}:[0-9]{2}:[0-9]{2}Z")
@@ -1237,7 +1144,10 @@ def _timestamp(now: int) -> str:
 
 
 def validate_handler_result(spec: ToolSpec, call: ToolCall, result: object) -> list[str]:
-    """Every way in which `result` breaks the output contract of `spec` for this call (section 5); never raises."""
+    """Every way in which `result` breaks the output contract of `spec` for this call (§5).
+
+    Never raises for anything in `result`.
+    """
     return _checked_output(spec, call.arguments, result)[1]
 
 
@@ -1279,15 +1189,14 @@ def _checked_output(spec: ToolSpec, arguments: JsonObject | None, result: object
     text = _ENCODE(data)
     canonical = text if plain else _canonical_slowly(data)
     if len(canonical if canonical.isascii() else canonical.encode()) > spec.max_output_bytes:
-        errors.append(f"data: wanted at most {spec.max_output_bytes} bytes of canonical JSON")
+        # What is too long is not looked into: the rest would take long as well.
+        return None, _bounded([*errors, f"data: wanted at most {spec.max_output_bytes} bytes of canonical JSON"])
     _check_fields(spec.output, data, "data", arguments or {}, errors)
-    _check_names(data, "data", errors)
-    if _may_hold_credential(text):
-        _check_strings(data, "data", errors)
+    _check_sensitive(data, _may_hold_credential(text), "data", errors)
     return (None, _bounded(errors)) if errors else (_Checked(result, data, text, plain), errors)
 
 
-# ==== 6. Digests (section 12) =========================================================================================
+# ==== 6. Digests (§12) =========================================================================================
 #
 # Three digests tie a package together: the request digest says "same business intent", the result digest "this is
 # what the model was shown", the call binding "for this call, by this contract, with this evidence". The others serve
@@ -1315,25 +1224,6 @@ class Downstream(TypedDict):
     status_ref: str | None
 
 
-# Stands for a tool that is not registered wherever a contract's names are written down; it is never in a registry.
-_UNREGISTERED_TOOL: Final = ToolSpec(
-    name=_UNREGISTERED_NAME,
-    description=_UNREGISTERED,
-    effect="read",
-    arguments={},
-    output={},
-    input_schema_revision=_UNREGISTERED,
-    output_schema_revision=_UNREGISTERED,
-    effect_revision=_UNREGISTERED,
-    handler_revision=_UNREGISTERED,
-    producer_revision=_UNREGISTERED,
-    policy_revision=_UNREGISTERED,
-    source_label=_UNREGISTERED,
-    authorize=lambda _principal, _arguments: False,
-    handler=lambda _invocation: HandlerResult({}, _UNREGISTERED, None, ""),
-)
-
-
 class _Asked(NamedTuple):
     """One call by one contract, with its request digest: what every package, approval and record is made from.
 
@@ -1350,28 +1240,31 @@ class _Asked(NamedTuple):
 
 
 def _ask(principal: Principal, call: ToolCall, spec: ToolSpec | None) -> _Asked:
-    """Canonicalise a call's request once, for everything that is said about it."""
+    """Canonicalise a call's request once, for everything that is said about it. Its names have been checked."""
     bound = _bound(call)
-    arguments = bound.arguments()
-    named = _UNREGISTERED_TOOL if spec is None else spec
-    contract: ToolContract = {
-        "name": bound.name,
-        "input_schema_revision": named.input_schema_revision,
-        "output_schema_revision": named.output_schema_revision,
-        "effect_revision": named.effect_revision,
-        "handler_revision": named.handler_revision,
-        "producer_revision": named.producer_revision,
-        "policy_revision": named.policy_revision,
-    }
-    request_sha256 = _sha256(_canonical(_request(principal, contract, arguments), bound.plain))
+    arguments, contract = bound.arguments(), _tool_contract(bound.name, spec)
+    request_sha256 = _sha256(_canonical(_request_preimage(principal, contract, arguments), bound.plain))
     return _Asked(principal, call.context, spec, contract, bound, arguments, request_sha256)
 
 
-# What each digest is taken of, by exactly the keys of section 12. The public functions check what they are given, which
-# may come from anywhere; inside, the gates have checked it before.
+def _tool_contract(name: str, spec: ToolSpec | None) -> ToolContract:
+    if spec is None:
+        return cast("ToolContract", {"name": name, **dict.fromkeys(_REVISION_FIELDS, _UNREGISTERED)})
+    return {
+        "name": name,
+        "input_schema_revision": spec.input_schema_revision,
+        "output_schema_revision": spec.output_schema_revision,
+        "effect_revision": spec.effect_revision,
+        "handler_revision": spec.handler_revision,
+        "producer_revision": spec.producer_revision,
+        "policy_revision": spec.policy_revision,
+    }
 
 
-def _request(principal: Principal, contract: ToolContract, arguments: JsonObject | None) -> JsonObject:
+# The object that each digest covers, by exactly the keys of §12.
+
+
+def _request_preimage(principal: Principal, contract: ToolContract, arguments: JsonObject | None) -> JsonObject:
     return {
         "tenant_id": principal.tenant_id,
         "subject_id": principal.subject_id,
@@ -1383,7 +1276,7 @@ def _request(principal: Principal, contract: ToolContract, arguments: JsonObject
     }
 
 
-def _fingerprint(asked: _Asked, purpose: Purpose) -> dict[str, object]:
+def _fingerprint_preimage(asked: _Asked, purpose: Purpose) -> dict[str, object]:
     context = asked.context
     return {
         "provider": context.provider,
@@ -1398,7 +1291,7 @@ def _fingerprint(asked: _Asked, purpose: Purpose) -> dict[str, object]:
     }
 
 
-def _approved(asked: _Asked, approval_id: str, approver_id: str, expires_at: int) -> dict[str, object]:
+def _approval_preimage(asked: _Asked, approval_id: str, approver_id: str, expires_at: int) -> dict[str, object]:
     context, contract = asked.context, asked.contract
     return {
         "provider": context.provider,
@@ -1419,7 +1312,7 @@ def _approved(asked: _Asked, approval_id: str, approver_id: str, expires_at: int
     }
 
 
-def _binding(asked: _Asked, result_sha256: str, downstream: Downstream) -> dict[str, object]:
+def _binding_preimage(asked: _Asked, result_sha256: str, downstream: Downstream) -> dict[str, object]:
     principal, context = asked.principal, asked.context
     return {
         "tenant_id": principal.tenant_id,
@@ -1443,8 +1336,14 @@ def request_digest(principal: Principal, call: ToolCall, spec: ToolSpec | None) 
 
     Arguments outside the portable domain, or that are no object, count as `null`.
     """
-    asked = _ask(principal, call, spec)
-    return digest(_request(principal, asked.contract, asked.arguments))
+    return _loosely_asked(principal, call, spec).request_sha256
+
+
+def _loosely_asked(principal: Principal, call: ToolCall, spec: ToolSpec | None) -> _Asked:
+    """`_ask`, for the public digests: names may be anything portable, and are checked as that."""
+    for name in (principal.tenant_id, principal.subject_id):
+        _snapshot(name)
+    return _ask(principal, call, spec)
 
 
 def result_digest(model_result: Mapping[str, object]) -> str:
@@ -1461,20 +1360,20 @@ def call_binding_digest(
     downstream: Downstream,
 ) -> str:
     """Request and result, bound to one principal, provider turn, operation, key, contract and evidence."""
-    asked = _ask(principal, call, spec)._replace(request_sha256=request_sha256)
-    return digest(_binding(asked, result_sha256, downstream))
+    asked = _loosely_asked(principal, call, spec)._replace(request_sha256=request_sha256)
+    return digest(_binding_preimage(asked, result_sha256, downstream))
 
 
 def call_fingerprint(principal: Principal, call: ToolCall, spec: ToolSpec | None, *, purpose: Purpose) -> str:
     """What one provider call identity stands for: a request, a context and a purpose (gate 2)."""
-    return digest(_fingerprint(_ask(principal, call, spec), purpose))
+    return digest(_fingerprint_preimage(_loosely_asked(principal, call, spec), purpose))
 
 
 def approval_digest(
     principal: Principal, call: ToolCall, spec: ToolSpec, *, approval_id: str, approver_id: str, expires_at: int
 ) -> str:
-    """What a human said yes to: this call, by this contract, until this second (section 8)."""
-    return digest(_approved(_ask(principal, call, spec), approval_id, approver_id, expires_at))
+    """What a human said yes to: this call, by this contract, until this second (§8)."""
+    return digest(_approval_preimage(_loosely_asked(principal, call, spec), approval_id, approver_id, expires_at))
 
 
 @lru_cache(maxsize=1_024)  # a principal makes many calls
@@ -1493,7 +1392,7 @@ def _scope(asked: _Asked) -> Scope:
 
 
 def _status_ref(asked: _Asked) -> str:
-    """Opaque to callers (section 9): names an operation without telling whose or what it is."""
+    """Opaque to callers (§9): names an operation without telling whose or what it is."""
     return "status_" + _names_digest({"scope": list(_scope(asked)), "request_sha256": asked.request_sha256})[:32]
 
 
@@ -1501,7 +1400,7 @@ _STATUS_REF: Final = re.compile(r"status_[0-9a-f]{32}")
 _SHA256: Final = re.compile(r"[0-9a-f]{64}")
 
 
-# ==== 7. Approval (section 8) =========================================================================================
+# ==== 7. Approval (§8) =========================================================================================
 
 
 @dataclass(frozen=True, slots=True)
@@ -1549,16 +1448,16 @@ def grant_approval(
         raise HostContextError(f"ttl_seconds: wanted an int from 1 to {APPROVAL_TTL_SECONDS}")
     if not _is_time(now + ttl_seconds):
         raise HostContextError("now: wanted room for the approval's lifetime")
-    return _approval(_ask(principal, call, spec), approver_id, now + ttl_seconds)
+    return _new_approval(_ask(principal, call, spec), approver_id, now + ttl_seconds)
 
 
-def _approval(asked: _Asked, approver_id: str, expires_at: int) -> Approval:
+def _new_approval(asked: _Asked, approver_id: str, expires_at: int) -> Approval:
     # No randomness in the core: the id follows from what it is about, so the same yes has the same id.
-    about = {"call": _fingerprint(asked, "dispatch"), "approver": approver_id, "expires": expires_at}
-    return _approval_of(asked, f"approval_{_names_digest(about)[:32]}", approver_id, expires_at)
+    about = {"call": _fingerprint_preimage(asked, "dispatch"), "approver": approver_id, "expires": expires_at}
+    return _fitting_approval(asked, f"approval_{_names_digest(about)[:32]}", approver_id, expires_at)
 
 
-def _approval_of(asked: _Asked, approval_id: str, approver_id: str, expires_at: int) -> Approval:
+def _fitting_approval(asked: _Asked, approval_id: str, approver_id: str, expires_at: int) -> Approval:
     """The one approval of this id, approver and expiry that fits the call: what is granted, and what is wanted."""
     context, contract = asked.context, asked.contract
     return Approval(
@@ -1573,7 +1472,7 @@ def _approval_of(asked: _Asked, approval_id: str, approver_id: str, expires_at: 
         subject_id=asked.principal.subject_id,
         input_schema_revision=contract["input_schema_revision"],
         policy_revision=contract["policy_revision"],
-        approval_digest=_names_digest(_approved(asked, approval_id, approver_id, expires_at)),
+        approval_digest=_names_digest(_approval_preimage(asked, approval_id, approver_id, expires_at)),
         expires_at=expires_at,
         approver_id=approver_id,
     )
@@ -1593,15 +1492,17 @@ def _approval_holds(approval: object, asked: _Asked, approvers: frozenset[str], 
     if not _is_time(approval.expires_at) or not now < approval.expires_at <= now + APPROVAL_TTL_SECONDS:
         return False
     given = _approval_values(approval)
-    wanted = _approval_values(_approval_of(asked, approval.approval_id, approval.approver_id, approval.expires_at))
+    wanted = _approval_values(_fitting_approval(asked, approval.approval_id, approval.approver_id, approval.expires_at))
     # Types first: comparing a value of a strange type would run that type's code.
     return [*map(type, given)] == [*map(type, wanted)] and given == wanted
 
 
-# ==== 8. Result package and its check (sections 11 and 13) ============================================================
+# ==== 8. Result package and its check (§11, §13) ============================================================
 
 
 class ErrorBody(TypedDict):
+    """An error of the catalog, as the model sees it; `retry_after_ms` in milliseconds."""
+
     code: str
     category: Category
     safe_message: str
@@ -1610,6 +1511,8 @@ class ErrorBody(TypedDict):
 
 
 class Execution(TypedDict):
+    """What became of the operation, and what evidence the answer rests on."""
+
     outcome: Outcome
     delivery: Delivery
     complete: bool
@@ -1617,6 +1520,8 @@ class Execution(TypedDict):
 
 
 class Provenance(TypedDict):
+    """Where the answer comes from, and how far its text may be trusted."""
+
     source_label: str
     producer_revision: str
     resource_revision: str | None
@@ -1636,6 +1541,8 @@ class ModelResult(TypedDict):
 
 
 class ProviderContext(TypedDict):
+    """The provider turn that a package answers."""
+
     provider: str
     api_family: str
     response_id: str
@@ -1644,6 +1551,8 @@ class ProviderContext(TypedDict):
 
 
 class Binding(TypedDict):
+    """The three digests, each 64 lowercase hex characters."""
+
     request_sha256: str
     result_sha256: str
     call_binding_sha256: str
@@ -1679,15 +1588,16 @@ def success_package(
     delivery: Delivery,
     status_ref: str | None = None,
 ) -> ResultPackage:
-    """Project a handler's result; `ResultContractError` when it breaks the output contract or cannot be (section 11).
+    """Project a handler's result; `ResultContractError` when it breaks the output contract or cannot be (§11).
 
     `status_ref` is the reference of a write's operation, None for a read.
     """
-    asked = _asked(principal, call, spec)
+    asked = _checked_ask(principal, call, spec)
     if asked.spec is None:
         raise ResultContractError("spec: wanted a ToolSpec; a tool that is not registered has no success")
     checked, errors = _checked_output(spec, asked.arguments, result)
-    errors += _impossible(asked, None, delivery, status_ref, result)
+    if checked is not None:
+        errors += _impossible(asked, None, delivery, status_ref, result.receipt_id)
     if checked is None or errors:
         raise ResultContractError("; ".join(errors[:10]))
     return _success(asked, checked, delivery, status_ref)
@@ -1702,22 +1612,22 @@ def error_package(
     now: int,
     status_ref: str | None = None,
 ) -> ResultPackage:
-    """Project an error of the catalog, observed at `now`; `ResultContractError` when it cannot be (section 11).
+    """Project an error of the catalog, observed at `now`; `ResultContractError` when it cannot be (§11).
 
     `spec` is None exactly for a tool that is not registered.
     """
-    asked = _asked(principal, call, spec)
+    asked = _checked_ask(principal, call, spec)
     if type(code) is not str or code not in ERROR_CATALOG:
         raise ResultContractError("code: wanted a code of ERROR_CATALOG")
     if not _is_time(now):
         raise ResultContractError(f"now: wanted an int of seconds from 0 to {MAX_PORTABLE_UNIX_SECONDS}")
-    errors = _impossible(asked, code, "fresh", status_ref, None)
+    errors = _impossible(asked, code, "fresh", status_ref)
     if errors:
         raise ResultContractError("; ".join(errors))
     return _failure(asked, code, _timestamp(now), status_ref)
 
 
-def _asked(principal: Principal, call: ToolCall, spec: ToolSpec | None) -> _Asked:
+def _checked_ask(principal: Principal, call: ToolCall, spec: ToolSpec | None) -> _Asked:
     """`_ask`, for values that no gate has seen yet: `ResultContractError` when one is malformed."""
     try:
         _check_host(principal, call)
@@ -1729,11 +1639,11 @@ def _asked(principal: Principal, call: ToolCall, spec: ToolSpec | None) -> _Aske
 
 
 def _impossible(
-    asked: _Asked, code: str | None, delivery: object, status_ref: object, result: HandlerResult | None
+    asked: _Asked, code: str | None, delivery: object, status_ref: object, receipt_id: object = None
 ) -> list[str]:
-    """What no gate can give: wrong tool, a write's answer on a read, a reference that is missing or another's.
+    """What cannot be (§13): another tool, a write's answer on a read, a reference that is missing or another's.
 
-    `code` is None for a success, whose `result` is then given.
+    `code` is None for a success.
     """
     errors: list[str] = []
     spec = asked.spec
@@ -1749,7 +1659,7 @@ def _impossible(
         errors.append(f"execution.delivery: wanted one of {', '.join(_DELIVERIES)}")
     elif delivery != "fresh" and (code is not None or not write):
         errors.append("execution.delivery: wanted fresh, for an error or a read")
-    elif delivery == "receipt_reconciled" and (result is None or result.receipt_id is None):
+    elif delivery == "receipt_reconciled" and receipt_id is None:
         errors.append("downstream.receipt_id: wanted the receipt that reconciled")
     if code in _WRITE_ONLY_CODES and not write:
         errors.append("error.code: only a write can end so")
@@ -1844,7 +1754,7 @@ def _package(asked: _Asked, model_result: ModelResult, plain: bool, downstream: 
             "binding": {
                 "request_sha256": asked.request_sha256,
                 "result_sha256": result_sha256,
-                "call_binding_sha256": _names_digest(_binding(asked, result_sha256, downstream)),
+                "call_binding_sha256": _names_digest(_binding_preimage(asked, result_sha256, downstream)),
             },
             "downstream": downstream,
             "redactions": [],
@@ -1853,23 +1763,31 @@ def _package(asked: _Asked, model_result: ModelResult, plain: bool, downstream: 
 
 
 def validate_result(principal: Principal, call: ToolCall, spec: ToolSpec | None, package: object) -> list[str]:
-    """Every way in which `package` is not what this principal, call and contract can give (section 13).
+    """Every way in which `package` is not what this principal, call and contract can give (§13).
 
     Whatever is in the package, the answer is a list of errors, empty for a good one; nothing is raised. The check
     rebuilds the one package that may stand there, digests and all, and reports every difference: well-formed is not
     enough, and no field can be forgotten.
     """
+    return _validated(principal, call, spec, package)[1]
+
+
+def _validated(
+    principal: Principal, call: ToolCall, spec: ToolSpec | None, package: object
+) -> tuple[ResultPackage | None, list[str]]:
+    """The package as rebuilt, which shares nothing with the one given, or None and the errors."""
     try:
-        asked = _asked(principal, call, spec)
+        asked = _checked_ask(principal, call, spec)
     except ResultContractError as error:
-        return [str(error)]
+        return None, [str(error)]
     errors: list[str] = []
-    if _has_package_shape(package, errors):
-        seen = cast("ResultPackage", package)
-        wanted = _rebuilt(asked, seen, errors)
-        if wanted is not None:
-            _differences(cast("JsonObject", wanted), cast("JsonObject", seen), "$", errors)
-    return _bounded(errors)
+    if not _has_package_shape(package, errors):
+        return None, _bounded(errors)
+    seen = cast("ResultPackage", package)
+    wanted = _rebuilt(asked, seen, errors)
+    if wanted is not None:
+        _differences(cast("JsonObject", wanted), cast("JsonObject", seen), "$", errors)
+    return (None if errors else wanted), _bounded(errors)
 
 
 def _has_package_shape(package: Any, errors: list[str]) -> bool:
@@ -1916,7 +1834,7 @@ def _rebuilt(asked: _Asked, seen: ResultPackage, errors: list[str]) -> ResultPac
         )
         checked, output_errors = _checked_output(spec, asked.arguments, result)
         errors += [f"$.model_result: {error}" for error in output_errors]
-        errors += _impossible(asked, None, delivery, status_ref, result)
+        errors += _impossible(asked, None, delivery, status_ref, downstream["receipt_id"])
         return None if checked is None or errors else _success(asked, checked, delivery, status_ref)
     if not _exact_fields(body, _fields(ErrorBody), "$.model_result.error", errors):
         return None
@@ -1926,12 +1844,12 @@ def _rebuilt(asked: _Asked, seen: ResultPackage, errors: list[str]) -> ResultPac
         return None
     if not _is_timestamp(provenance["observed_at"]):
         errors.append("$.model_result.provenance.observed_at: wanted an existing UTC time as YYYY-MM-DDTHH:MM:SSZ")
-    errors += _impossible(asked, code, delivery, status_ref, None)
+    errors += _impossible(asked, code, delivery, status_ref)
     return None if errors else _failure(asked, code, provenance["observed_at"], status_ref)
 
 
 def _differences(wanted: JsonObject, seen: JsonObject, path: str, errors: list[str]) -> None:
-    """Type-exact. The objects of a package have their exact fields by now; `data` was copied from `seen`."""
+    """Type-exact. The objects have their exact fields by now, and the wanted `data` was copied from what is seen."""
     for name, value in wanted.items():
         other = seen[name]
         if type(value) is dict and type(other) is dict and name != "data":
@@ -1940,7 +1858,7 @@ def _differences(wanted: JsonObject, seen: JsonObject, path: str, errors: list[s
             errors.append(f"{path}.{name}: not what this principal, call and contract give")
 
 
-CallKey: TypeAlias = tuple[str, str, str, str]  # provider, api_family, response_id, call_id
+_CallKey: TypeAlias = tuple[str, str, str, str]  # provider, api_family, response_id, call_id
 
 
 def validate_result_set(
@@ -1949,14 +1867,14 @@ def validate_result_set(
     registry: Mapping[str, ToolSpec],
     packages: Sequence[object],
 ) -> list[str]:
-    """Check the answers to several calls, in any order: each call has one package, and it is its own (section 13).
+    """_Check the answers to several calls, in any order: each call has one package, and it is its own (§13).
 
     Linear in the number of calls; never raises for anything in `packages`.
     """
     if not isinstance(packages, list | tuple):
         return ["packages: wanted a list"]
     errors: list[str] = []
-    open_calls: dict[CallKey, tuple[int, ToolCall]] = {}
+    open_calls: dict[_CallKey, tuple[int, ToolCall]] = {}
     for index, call in enumerate(calls):
         try:
             _check_host(principal, call)
@@ -1969,13 +1887,13 @@ def validate_result_set(
             errors.append(f"calls[{index}]: the same provider call as calls[{open_calls[key][0]}]")
         else:
             open_calls[key] = (index, call)
-    answered: dict[CallKey, int] = {}
+    answered: dict[_CallKey, int] = {}
     for index, package in enumerate(packages):
         where = f"packages[{index}]"
-        found = _call_key(package)
+        found = _call_key(package, where, errors)
         if found is None:
-            errors.append(f"{where}: wanted a package with a provider context")
-        elif found in answered:
+            continue
+        if found in answered:
             errors.append(f"{where}: a second answer to the call of packages[{answered[found]}]")
         elif found not in open_calls:
             errors.append(f"{where}: answers none of the calls")
@@ -1986,20 +1904,23 @@ def validate_result_set(
                 f"{where}: {text}" for text in validate_result(principal, call, registry.get(call.name), package)
             ]
     errors += [f"calls[{index}]: no answer" for key, (index, _) in open_calls.items() if key not in answered]
-    return errors
+    return _bounded(errors)
 
 
-def _call_key(package: object) -> CallKey | None:
+def _call_key(package: object, where: str, errors: list[str]) -> _CallKey | None:
     """Which call a package says it answers, or None when it says nothing readable."""
-    errors: list[str] = []
-    if not _has_package_shape(package, errors):
-        return None
-    context = cast("ResultPackage", package)["protected_audit"]["provider_context"]
-    key = (context["provider"], context["api_family"], context["response_id"], context["call_id"])
-    return key if all(map(_is_identifier, key)) else None
+    shape_errors: list[str] = []
+    if _has_package_shape(package, shape_errors):
+        context = cast("ResultPackage", package)["protected_audit"]["provider_context"]
+        key = (context["provider"], context["api_family"], context["response_id"], context["call_id"])
+        if all(map(_is_identifier, key)):
+            return key
+        shape_errors.append("$.protected_audit.provider_context: wanted identifiers")
+    errors += [f"{where}: {text}" for text in shape_errors]
+    return None
 
 
-# ==== 9. Ledger (section 9) ===========================================================================================
+# ==== 9. Ledger (§9) ===========================================================================================
 
 CallIdentity: TypeAlias = tuple[str, str, str, str, str, str]  # tenant, subject, provider, api_family, response, call
 
@@ -2093,18 +2014,26 @@ class MemoryLedger:
             return None
 
     def complete(self, record: OperationRecord, result: HandlerResult) -> OperationRecord:
-        return self._settle(record, replace(record, state="succeeded", result=result))
+        return self._settle(record, "succeeded", result=result)
 
     def release(self, record: OperationRecord, code: str) -> OperationRecord:
-        return self._settle(record, replace(record, state="not_started", code=code))
+        return self._settle(record, "not_started", code=code)
 
-    def _settle(self, record: OperationRecord, settled: OperationRecord) -> OperationRecord:
+    def _settle(
+        self,
+        record: OperationRecord,
+        state: OperationState,
+        *,
+        result: HandlerResult | None = None,
+        code: str | None = None,
+    ) -> OperationRecord:
         with self._lock:
             current = self._by_scope.get(record.scope)
             if current is None:
                 raise LedgerStateError("this scope was never reserved")
             if current.state != "pending" or current.token != record.token:
                 return current
+            settled = replace(current, state=state, result=result, code=code)
             self._put(settled)
             return settled
 
@@ -2115,7 +2044,8 @@ class MemoryLedger:
     def forget(self, before: int) -> int:
         """Drop what was reserved or bound earlier than `before` (Unix seconds), but never a pending operation.
 
-        The host's retention decision: a forgotten key can be executed again. Returns how many operations went.
+        The host's retention decision: a forgotten key can be executed again, and a forgotten call identity can stand
+        for another request. Returns how many operations went.
         """
         with self._lock:
             kept = {
@@ -2130,7 +2060,7 @@ class MemoryLedger:
             return forgotten
 
 
-# ==== 10. Dispatcher (sections 7 and 10) ==============================================================================
+# ==== 10. Dispatcher (§7, §10) ==============================================================================
 
 Trace: TypeAlias = list[tuple[str, str]]
 
@@ -2170,15 +2100,16 @@ class Dispatcher:
         deadline: int | None = None,
         trace: Trace | None = None,
     ) -> ResultPackage:
-        """Take one call through the gates of section 7, in their order, to its result package.
+        """Take one call through the gates of §7, in their order, to its result package.
 
         `now` and `deadline` are in Unix seconds; `trace`, a list, gets one `(gate, verdict)` pair a gate, with no
-        business data. `HostContextError` for a mistake of the host, `LedgerCapacityError` when the ledger is full; both
-        before anything ran. A `KeyboardInterrupt` or `SystemExit` passes through and leaves a write pending.
+        business data; an exception adds none. `HostContextError` for a mistake of the host, `LedgerCapacityError` when
+        the ledger is full, and whatever else a ledger raises while it looks up or reserves: all before the handler ran.
+        A `KeyboardInterrupt` or `SystemExit` passes through and leaves a write pending.
         """
         run = _Passage(self, principal, call, now, trace)
         try:
-            approvals = _checked_approvals(approvals, deadline)
+            approvals = _dispatch_extras(approvals, deadline)
             run.context()  # 1
             run.call_identity("dispatch")  # 2
             spec = run.registry()  # 3
@@ -2191,6 +2122,7 @@ class Dispatcher:
                 run.business_state(spec)  # 8
                 run.approval(approvals)  # 9
             run.deadline(deadline)  # 10
+            run.capacity()
             reserved = run.reservation(spec, mine)  # 11
             returned = run.handler(spec, reserved)  # 12
             checked = run.output(spec, reserved, returned)  # 13
@@ -2208,7 +2140,7 @@ class Dispatcher:
         now: int,
         trace: Trace | None = None,
     ) -> ResultPackage:
-        """Find out what became of an operation, through the gates of section 10. It never runs the handler.
+        """Find out what became of an operation, through the gates of §10. It never runs the handler.
 
         `status_ref` and `expected_request_sha256` come from the audit record of the call in question; this `call` has
         the same arguments and key and a provider call identity of its own. `HostContextError` as in `dispatch`.
@@ -2229,7 +2161,7 @@ class Dispatcher:
             return stop.package
 
 
-def _checked_approvals(approvals: object, deadline: object) -> tuple[Approval, ...]:
+def _dispatch_extras(approvals: object, deadline: object) -> tuple[Approval, ...]:
     """What `dispatch` alone takes from its host: part of gate 1. Each approval is looked at by gate 9."""
     if deadline is not None and not _is_time(deadline):
         raise HostContextError(f"deadline: wanted None or an int of seconds from 0 to {MAX_PORTABLE_UNIX_SECONDS}")
@@ -2265,6 +2197,8 @@ class _Passage:
         self._call = call
         self._now = now
         self._trace = trace
+        self._asked: _Asked  # from gate 1 on
+        self._fingerprint: str  # from gate 2 on
         self._full: LedgerCapacityError | None = None  # set when the call identity could not be bound
 
     # How a gate ends.
@@ -2286,7 +2220,7 @@ class _Passage:
     # Gates of both entry points.
 
     def context(self) -> None:
-        """The host's own part. Only here is anything raised to the host, and nothing has run yet."""
+        """The host's own part: its mistakes are raised, and nothing has run yet."""
         if self._trace is not None and not isinstance(self._trace, list):
             raise HostContextError("trace: wanted a list or None")
         validate_host_context(self._principal, self._call, now=self._now)
@@ -2304,12 +2238,12 @@ class _Passage:
             context.response_id,
             context.call_id,
         )
-        self._fingerprint = fingerprint = _names_digest(_fingerprint(self._asked, purpose))
+        self._fingerprint = fingerprint = _names_digest(_fingerprint_preimage(self._asked, purpose))
         try:
             bound = self._ledger.bind_call(identity, fingerprint, now=self._now)
         except LedgerCapacityError as full:
-            # A full ledger must still answer about the operations it has (section 9). The identity stays unbound, so
-            # `reservation` refuses whatever would run a handler.
+            # A full ledger must still answer about the operations it has (§9). The identity stays unbound: nothing runs
+            # for it, which `capacity` sees to, and once there is room again it can still be bound to anything.
             self._full, bound = full, True
         if bound is not True:
             raise self._stopped("call_identity", "CALL_ID_CONFLICT")
@@ -2390,7 +2324,7 @@ class _Passage:
         mine = self._operation(spec)
         self._answer_from("idempotency", spec, earlier, mine)
         self._passed("idempotency")
-        # Unlike that of any reservation before it: of this dispatcher by the count, of another by what went before.
+        # The count tells this dispatcher's reservations apart, `after` tells them from those that went before.
         after = None if earlier is None else earlier.token
         token = _names_digest({"call": self._fingerprint, "count": next(self._host._reservations), "after": after})
         return replace(mine, token=token[:32])
@@ -2413,10 +2347,13 @@ class _Passage:
             raise self._stopped("deadline", "TIMEOUT_BEFORE_EXECUTE")
         self._passed("deadline")
 
-    def reservation(self, spec: ToolSpec, mine: OperationRecord | None) -> OperationRecord | None:
-        """The scope of a write, reserved as pending before the handler; a read has none."""
+    def capacity(self) -> None:
+        """No gate of its own: a full ledger takes no new work, also no read, whose call it could not bind."""
         if self._full is not None:
             raise self._full
+
+    def reservation(self, spec: ToolSpec, mine: OperationRecord | None) -> OperationRecord | None:
+        """The scope of a write, reserved as pending before the handler; a read has none."""
         if mine is None:
             return None
         existing = self._ledger.reserve(mine)
@@ -2440,13 +2377,13 @@ class _Passage:
         try:
             returned = spec.handler(invocation)
         except Exception as error:
-            _log_raised(spec.name)
             code = _not_started_code(error)
             if reserved is None:
-                raise self._stopped("handler", code or "TOOL_ERROR") from None
-            if code is None or not self._released(reserved, code):
+                code = code or "TOOL_ERROR"
+            elif code is None or not self._released(reserved, code):
                 code = "OUTCOME_UNKNOWN"
-            raise self._stopped("handler", code, reserved.status_ref) from None
+            _log_raised(spec.name)
+            raise self._stopped("handler", code, reserved.status_ref if reserved else None) from None
         self._passed("handler")
         return returned
 
@@ -2459,8 +2396,7 @@ class _Passage:
     def output(self, spec: ToolSpec, reserved: OperationRecord | None, returned: object) -> _Checked:
         checked, _ = _checked_output(spec, self._asked.arguments, returned)
         if checked is None:
-            ref = None if reserved is None else reserved.status_ref
-            raise self._stopped("output", "OUTPUT_CONTRACT_VIOLATION", ref)
+            raise self._stopped("output", "OUTPUT_CONTRACT_VIOLATION", reserved.status_ref if reserved else None)
         self._passed("output")
         return checked
 
@@ -2521,7 +2457,7 @@ class _Passage:
         kept = replace(checked.result, data=_decode(checked.text)[0])  # a copy that shares nothing with the package
         try:
             recorded = self._ledger.complete(reserved, kept)
-            succeeded = recorded.state == "succeeded"
+            succeeded = recorded.state == "succeeded" and _same_operation(recorded, reserved)
         except Exception:
             succeeded = False
         if not succeeded:
@@ -2558,21 +2494,25 @@ def _not_started_code(error: Exception) -> str | None:
 
 
 def _log_raised(tool: str) -> None:
-    """What a handler raised is for the host's log and for nothing else; the package never carries it."""
+    """What a handler raised is for the host's log and for nothing else; the package never carries it.
+
+    A log that fails itself must not change the answer, which is settled by now.
+    """
     import logging  # noqa: PLC0415 - loaded by the first exception: an eighth of the import time of this module
 
-    logger = logging.getLogger("tool_dispatcher")
-    if not logger.handlers:
-        logger.addHandler(logging.NullHandler())  # without a logging set-up, nothing is printed on the host's console
-    logger.warning("the handler of %s raised", tool, exc_info=True)
+    with suppress(Exception):
+        logger = logging.getLogger("tool_dispatcher")
+        if not logger.handlers:
+            logger.addHandler(logging.NullHandler())  # without a logging set-up, the host's console stays clean
+        logger.warning("the handler of %s raised", tool, exc_info=True)
 
 
-# ==== 11. Provider adapters (section 14) ==============================================================================
+# ==== 11. Provider adapters (§14) ==============================================================================
 
 
 def to_openai_responses(principal: Principal, call: ToolCall, spec: ToolSpec | None, package: object) -> dict[str, Any]:
     """A `function_call_output` item; `ResultContractError` unless the whole package holds for this call."""
-    text = _model_text(principal, call, spec, package, "openai", "responses")
+    text, _ = _for_model(principal, call, spec, package, "openai")
     return {"type": "function_call_output", "call_id": call.context.call_id, "output": text}
 
 
@@ -2580,12 +2520,12 @@ def to_anthropic_messages(
     principal: Principal, call: ToolCall, spec: ToolSpec | None, package: object
 ) -> dict[str, Any]:
     """A `tool_result` block; `ResultContractError` unless the whole package holds for this call."""
-    text = _model_text(principal, call, spec, package, "anthropic", "messages")
+    text, status = _for_model(principal, call, spec, package, "anthropic")
     return {
         "type": "tool_result",
         "tool_use_id": call.context.call_id,
         "content": [{"type": "text", "text": text}],
-        "is_error": cast("ResultPackage", package)["model_result"]["status"] != "succeeded",
+        "is_error": status != "succeeded",
     }
 
 
@@ -2593,7 +2533,7 @@ def to_gemini_interactions(
     principal: Principal, call: ToolCall, spec: ToolSpec | None, package: object
 ) -> dict[str, Any]:
     """A follow-up interaction; `ResultContractError` unless the whole package holds for this call."""
-    text = _model_text(principal, call, spec, package, "google", "interactions")
+    text, _ = _for_model(principal, call, spec, package, "google")
     return {
         "previous_interaction_id": call.context.response_id,
         "input": [
@@ -2618,24 +2558,30 @@ _ADAPTERS: Final = MappingProxyType(
 
 def to_provider_payload(principal: Principal, call: ToolCall, spec: ToolSpec | None, package: object) -> dict[str, Any]:
     """The payload that fits `call.context.provider`; `ResultContractError` as in the adapter it chooses."""
-    _asked(principal, call, spec)
-    return _ADAPTERS[call.context.provider](principal, call, spec, package)
+    if type(call) is not ToolCall or type(call.context) is not ExecutionContext:
+        raise ResultContractError("call: wanted a ToolCall with an ExecutionContext")
+    adapter = _ADAPTERS.get(call.context.provider) if _is_identifier(call.context.provider) else None
+    if adapter is None:
+        raise ResultContractError("call: wanted a provider of PROVIDER_PROFILES")
+    return adapter(principal, call, spec, package)
 
 
-def _model_text(
-    principal: Principal, call: ToolCall, spec: ToolSpec | None, package: object, provider: str, api_family: str
-) -> str:
-    """The only way to a payload: profile and whole package checked, and only `model_result` comes out."""
-    context = _asked(principal, call, spec).context
-    if (context.provider, context.api_family) != (provider, api_family):
-        raise ResultContractError(f"call: wanted one of {provider} {api_family}")
-    errors = validate_result(principal, call, spec, package)
-    if errors:
+def _for_model(
+    principal: Principal, call: ToolCall, spec: ToolSpec | None, package: object, provider: str
+) -> tuple[str, Status]:
+    """The only way to a payload: profile and whole package checked, and only `model_result`, as rebuilt, comes out."""
+    rebuilt, errors = _validated(principal, call, spec, package)
+    if rebuilt is None:
         raise ResultContractError("; ".join(errors[:10]))
-    return canonical_json(cast("ResultPackage", package)["model_result"])
+    if call.context.provider != provider:
+        raise ResultContractError(f"call: wanted one of {provider}")
+    return canonical_json(rebuilt["model_result"]), rebuilt["model_result"]["status"]
 
 
-# ==== 12. Mock shop (section 6) =======================================================================================
+# ==== 12. Mock shop (§6) =======================================================================================
+
+
+_MOCK_APPROVER: Final = "human-reviewer-1"
 
 
 @dataclass(slots=True)
@@ -2670,14 +2616,9 @@ class MockShop:
             "ORDER-9": Order("tenant-b", "user-1", "paid", "order-9-r4"),
         }
         self._lock = threading.Lock()  # from the check of an order to the draft that depends on it
-        self._drafts = 0  # drafts really created
+        self.side_effect_count = 0  # drafts really created
         self._receipts: dict[str, Receipt] = {}  # by status reference, of drafts whose receipt can be asked for
         self._failure = "none"  # of the next handler run
-
-    @property
-    def side_effect_count(self) -> int:
-        """How many drafts were really created."""
-        return self._drafts
 
     def inject(self, failure: str) -> None:
         """Let the next handler run fail in one of the ways of `FAILURES`; `ValueError` for another."""
@@ -2769,8 +2710,8 @@ class MockShop:
             # The gate saw the order paid; it may have changed since. The rule must hold where the change is made.
             if not self._is_paid(invocation.principal, invocation.arguments):
                 raise NotStarted("BUSINESS_RULE_VIOLATION")
-            self._drafts += 1
-            number = self._drafts
+            self.side_effect_count += 1
+            number = self.side_effect_count
             result = HandlerResult(
                 data={"draft_id": f"DRAFT-{number}", **invocation.arguments},
                 producer_revision="refunds-mock-v2",
@@ -2791,109 +2732,86 @@ class MockShop:
         return failure
 
     def _fail_before(self, failure: str) -> None:
-        if failure in _NOT_STARTED_FAILURES:
-            raise NotStarted(_NOT_STARTED_FAILURES[failure])
-
-
-_NOT_STARTED_FAILURES: Final = MappingProxyType(
-    {
-        "timeout_before_execute": "TIMEOUT_BEFORE_EXECUTE",
-        "rate_limit": "RATE_LIMIT",
-        "tool_error": "TOOL_ERROR",
-    }
-)
+        if failure.upper() in _NOT_STARTED_CODES:
+            raise NotStarted(failure.upper())
 
 
 def mock_dispatcher(shop: MockShop) -> Dispatcher:
-    """A dispatcher over the shop's two tools, with one approver, `human-reviewer-1` (section 6)."""
+    """A dispatcher over the shop's two tools, with one approver, `human-reviewer-1` (§6)."""
     return Dispatcher(shop.tools(), approvers={_MOCK_APPROVER})
 
 
-_MOCK_APPROVER: Final = "human-reviewer-1"
+# ==== 13. Fixture (§15) ========================================================================================
+
+_Check: TypeAlias = tuple[Callable[[Any], bool], str]  # whether a value is right, and what was wanted
+_Table: TypeAlias = Mapping[str, _Check]  # the fields of one object of the format, and what each must be
 
 
-# ==== 13. Fixture (section 15) ========================================================================================
-
-Check: TypeAlias = tuple[Callable[[Any], bool], str]  # whether a value is right, and what was wanted
-
-
-def _one_of(*values: str) -> Check:
+def _one_of(*values: str) -> _Check:
     known = frozenset(values)
     return (lambda value: type(value) is str and value in known), f"wanted one of {', '.join(values)}"
 
 
-def _is_object(value: object) -> bool:
-    return type(value) is dict
+_AN_IDENTIFIER: Final[_Check] = (_is_identifier, _IDENTIFIER_WANTED)
+_AN_IDENTIFIER_OR_NULL: Final[_Check] = (_is_optional_identifier, f"{_IDENTIFIER_WANTED}, or null")
+_AN_OBJECT: Final[_Check] = (lambda value: type(value) is dict, "wanted an object")
+_A_LIST: Final[_Check] = (lambda value: type(value) is list, "wanted an array")
 
-
-_AN_IDENTIFIER: Final[Check] = (_is_identifier, _IDENTIFIER_WANTED)
-_AN_IDENTIFIER_OR_NULL: Final[Check] = (_is_optional_identifier, f"{_IDENTIFIER_WANTED}, or null")
-_AN_OBJECT: Final[Check] = (_is_object, "wanted an object")
-_A_LIST: Final[Check] = (lambda value: type(value) is list, "wanted an array")
-
-# One table an object of the format: its fields, and what each must be.
-_FIXTURE_FIELDS: Final[Mapping[str, Check]] = MappingProxyType(
-    {"schema_version": _one_of(FIXTURE_SCHEMA_VERSION), "contract": _AN_OBJECT, "cases": _A_LIST}
-)
-_CONTRACT_FIELDS: Final[Mapping[str, Check]] = MappingProxyType(
-    {"model_result": _one_of(MODEL_RESULT_SCHEMA_VERSION), "protected_audit": _one_of(AUDIT_SCHEMA_VERSION)}
-)
-_CASE_FIELDS: Final[Mapping[str, Check]] = MappingProxyType(
-    {"id": _AN_IDENTIFIER, "principal": _AN_OBJECT, "steps": _A_LIST}
-)
-_PRINCIPAL_FIELDS: Final[Mapping[str, Check]] = MappingProxyType(
-    {
-        "tenant_id": _AN_IDENTIFIER,
-        "subject_id": _AN_IDENTIFIER,
-        "roles": (lambda value: type(value) is list and _are_roles(value), _ROLES_WANTED),
-    }
-)
-_STEP_FIELDS: Final[Mapping[str, Check]] = MappingProxyType(
-    {
-        "step_id": _AN_IDENTIFIER,
-        "action": _one_of("dispatch", "query_status"),
-        "proposal": _AN_OBJECT,
-        "execution_context": _AN_OBJECT,
-        "approval": _one_of("none", "valid", "expired", "mismatched"),
-        "now": (
-            lambda value: _is_time(value) and _is_time(value + APPROVAL_TTL_SECONDS),
-            f"wanted an integer of seconds from 0 to {MAX_PORTABLE_UNIX_SECONDS - APPROVAL_TTL_SECONDS}",
-        ),
-        "failure": _one_of(*MockShop.FAILURES),
-        "status_ref_from": _AN_IDENTIFIER_OR_NULL,
-        "expected": _AN_OBJECT,
-    }
-)
-_PROPOSAL_FIELDS: Final[Mapping[str, Check]] = MappingProxyType({"name": _AN_IDENTIFIER, "arguments": _AN_OBJECT})
-_CONTEXT_FIELDS: Final[Mapping[str, Check]] = MappingProxyType(
-    {
-        "provider": _AN_IDENTIFIER,
-        "api_family": _AN_IDENTIFIER,
-        "response_id": _AN_IDENTIFIER,
-        "call_id": _AN_IDENTIFIER,
-        "operation_id": _AN_IDENTIFIER,
-        "idempotency_key": _AN_IDENTIFIER_OR_NULL,
-        "adapter_revision": _AN_IDENTIFIER,
-    }
-)
-_EXPECTED_FIELDS: Final[Mapping[str, Check]] = MappingProxyType(
-    {
-        "code": _one_of("OK", *ERROR_CATALOG),
-        "status": _one_of(*_STATUSES),
-        "outcome": _one_of(*_OUTCOMES),
-        "recovery": _one_of(*_RECOVERIES),
-        "delivery": _one_of(*_DELIVERIES),
-        "data": (lambda value: value is None or _is_object(value), "wanted an object or null"),
-        "side_effect_count": (
-            lambda value: type(value) is int and 0 <= value <= MAX_SAFE_INTEGER,
-            f"wanted an integer from 0 to {MAX_SAFE_INTEGER}",
-        ),
-    }
-)
+_FIXTURE_FIELDS: Final[_Table] = {
+    "schema_version": _one_of(FIXTURE_SCHEMA_VERSION),
+    "contract": _AN_OBJECT,
+    "cases": _A_LIST,
+}
+_CONTRACT_FIELDS: Final[_Table] = {
+    "model_result": _one_of(MODEL_RESULT_SCHEMA_VERSION),
+    "protected_audit": _one_of(AUDIT_SCHEMA_VERSION),
+}
+_CASE_FIELDS: Final[_Table] = {"id": _AN_IDENTIFIER, "principal": _AN_OBJECT, "steps": _A_LIST}
+_PRINCIPAL_FIELDS: Final[_Table] = {
+    "tenant_id": _AN_IDENTIFIER,
+    "subject_id": _AN_IDENTIFIER,
+    "roles": (lambda value: type(value) is list and _are_roles(value), _ROLES_WANTED),
+}
+_STEP_FIELDS: Final[_Table] = {
+    "step_id": _AN_IDENTIFIER,
+    "action": _one_of("dispatch", "query_status"),
+    "proposal": _AN_OBJECT,
+    "execution_context": _AN_OBJECT,
+    "approval": _one_of("none", "valid", "expired", "mismatched"),
+    "now": (
+        lambda value: _is_time(value) and _is_time(value + APPROVAL_TTL_SECONDS),
+        f"wanted an integer of seconds from 0 to {MAX_PORTABLE_UNIX_SECONDS - APPROVAL_TTL_SECONDS}",
+    ),
+    "failure": _one_of(*MockShop.FAILURES),
+    "status_ref_from": _AN_IDENTIFIER_OR_NULL,
+    "expected": _AN_OBJECT,
+}
+_PROPOSAL_FIELDS: Final[Mapping[str, _Check]] = MappingProxyType({"name": _AN_IDENTIFIER, "arguments": _AN_OBJECT})
+_CONTEXT_FIELDS: Final[_Table] = {
+    "provider": _AN_IDENTIFIER,
+    "api_family": _AN_IDENTIFIER,
+    "response_id": _AN_IDENTIFIER,
+    "call_id": _AN_IDENTIFIER,
+    "operation_id": _AN_IDENTIFIER,
+    "idempotency_key": _AN_IDENTIFIER_OR_NULL,
+    "adapter_revision": _AN_IDENTIFIER,
+}
+_EXPECTED_FIELDS: Final[_Table] = {
+    "code": _one_of("OK", *ERROR_CATALOG),
+    "status": _one_of(*_STATUSES),
+    "outcome": _one_of(*_OUTCOMES),
+    "recovery": _one_of(*_RECOVERIES),
+    "delivery": _one_of(*_DELIVERIES),
+    "data": (lambda value: value is None or type(value) is dict, "wanted an object or null"),
+    "side_effect_count": (
+        lambda value: type(value) is int and 0 <= value <= MAX_SAFE_INTEGER,
+        f"wanted an integer from 0 to {MAX_SAFE_INTEGER}",
+    ),
+}
 _WRITES: Final = frozenset(spec.name for spec in MockShop().tools() if spec.effect == "write")
 
 
-def _check_object(value: object, table: Mapping[str, Check], path: str, errors: list[str]) -> JsonObject:
+def _check_object(value: object, table: _Table, path: str, errors: list[str]) -> JsonObject:
     """Exact fields, each by the table. What comes back holds only the fields that are right."""
     exact = _exact_fields(value, table.keys(), path, errors)
     if type(value) is not dict or not (exact or _ONLY_STRINGS.issuperset(map(type, value))):
@@ -2905,7 +2823,7 @@ def _check_object(value: object, table: Mapping[str, Check], path: str, errors: 
 
 
 def validate_fixture(value: object) -> list[str]:
-    """All the ways in which `value` is no fixture of section 15, with JSON paths; bounded, and never raises."""
+    """All the ways in which `value` is no fixture of §15, with JSON paths; bounded, and never raises."""
     errors = _format_errors(value)
     if not errors:
         # Each part is right by itself; what is left is what they are together: size and depth.
@@ -2925,10 +2843,11 @@ def _format_errors(value: object) -> list[str]:
     if not 1 <= len(cases) <= MAX_CASES and "cases" in fixture:
         errors.append(f"$.cases: wanted 1 to {MAX_CASES} cases")
     ids: set[str] = set()
+    walk = _Walk()  # one for all, so that what is shared among steps is counted for each
     for index, case in enumerate(cases[:MAX_CASES]):
         if len(errors) > _MAX_ERRORS:
             break
-        _check_case(case, f"$.cases[{index}]", ids, errors)
+        _check_case(case, f"$.cases[{index}]", ids, walk, errors)
     return errors
 
 
@@ -2939,7 +2858,7 @@ def _check_unique(value: object, seen: set[str], path: str, errors: list[str]) -
         seen.add(value)
 
 
-def _check_case(value: object, path: str, ids: set[str], errors: list[str]) -> None:
+def _check_case(value: object, path: str, ids: set[str], walk: _Walk, errors: list[str]) -> None:
     case = _check_object(value, _CASE_FIELDS, path, errors)
     _check_unique(case.get("id"), ids, f"{path}.id", errors)
     if "principal" in case:
@@ -2949,15 +2868,15 @@ def _check_case(value: object, path: str, ids: set[str], errors: list[str]) -> N
         errors.append(f"{path}.steps: wanted 1 to {MAX_STEPS_PER_CASE} steps")
     earlier: set[str] = set()
     for index, step in enumerate(steps[:MAX_STEPS_PER_CASE]):
-        _check_step(step, f"{path}.steps[{index}]", earlier, errors)
+        _check_step(step, f"{path}.steps[{index}]", earlier, walk, errors)
 
 
-def _check_step(value: object, path: str, earlier: set[str], errors: list[str]) -> None:
+def _check_step(value: object, path: str, earlier: set[str], walk: _Walk, errors: list[str]) -> None:
     step = _check_object(value, _STEP_FIELDS, path, errors)
     proposal: JsonObject = {}
     if "proposal" in step:
         proposal = _check_object(step["proposal"], _PROPOSAL_FIELDS, f"{path}.proposal", errors)
-        _check_portable(proposal.get("arguments"), f"{path}.proposal.arguments", errors)
+        _check_portable(proposal.get("arguments"), f"{path}.proposal.arguments", walk, errors)
     if "execution_context" in step:
         where = f"{path}.execution_context"
         context = _check_object(step["execution_context"], _CONTEXT_FIELDS, where, errors)
@@ -2967,7 +2886,7 @@ def _check_step(value: object, path: str, earlier: set[str], errors: list[str]) 
             errors.append(f"{where}: wanted a provider, api_family and adapter_revision that go together")
     if "expected" in step:
         expected = _check_object(step["expected"], _EXPECTED_FIELDS, f"{path}.expected", errors)
-        _check_portable(expected.get("data"), f"{path}.expected.data", errors)
+        _check_portable(expected.get("data"), f"{path}.expected.data", walk, errors)
         if expected.get("code") == "OK" and expected.get("recovery", "none") != "none":
             errors.append(f"{path}.expected.recovery: wanted none for OK")
     action, source = step.get("action"), step.get("status_ref_from")
@@ -2985,16 +2904,16 @@ def _check_step(value: object, path: str, earlier: set[str], errors: list[str]) 
     _check_unique(step.get("step_id"), earlier, f"{path}.step_id", errors)
 
 
-def _check_portable(value: object, path: str, errors: list[str]) -> None:
+def _check_portable(value: object, path: str, walk: _Walk, errors: list[str]) -> None:
     if value is not None:
         try:
-            _snapshot(value, _MAX_PAYLOAD_DEPTH)
+            _copied(value, _MAX_PAYLOAD_DEPTH, walk)
         except PortableJsonError as error:
             errors.append(f"{path}{error.path}: {error.wanted}")
 
 
 def load_fixture(path: str | os.PathLike[str]) -> JsonObject:
-    """Read, decode and check a fixture file; `FixtureIOError` or `FixtureError`, never with a local path in it."""
+    """Read, decode and check a fixture file (§15); `FixtureIOError` or `FixtureError`, never with a local path."""
     raw = _read_fixture(path)
     try:
         value = parse_json(raw)
@@ -3036,12 +2955,16 @@ def _read_fixture(path: str | os.PathLike[str]) -> bytes:
 
 
 class Mismatch(TypedDict):
+    """One field in which a step ended otherwise than its fixture expects."""
+
     field: str
     expected: JsonValue
     actual: JsonValue
 
 
 class StepReport(TypedDict):
+    """How one step ended."""
+
     step_id: str
     actual_code: str
     status: Status
@@ -3055,12 +2978,16 @@ class StepReport(TypedDict):
 
 
 class CaseReport(TypedDict):
+    """How the steps of one case ended."""
+
     case_id: str
     passed: bool
     steps: list[StepReport]
 
 
 class FixtureReport(TypedDict):
+    """How the cases that ran ended: `passed` when each step ended as expected."""
+
     schema_version: str
     case_count: int
     step_count: int
@@ -3069,20 +2996,21 @@ class FixtureReport(TypedDict):
 
 
 def run_fixture(fixture: object, *, case_ids: Iterable[str] | None = None) -> FixtureReport:
-    """Run each case against a shop and dispatcher of its own and compare; `FixtureError` on an invalid fixture.
+    """Run each case against a shop and dispatcher of its own and compare (§15); `FixtureError` on an invalid fixture.
 
     `case_ids` runs, and counts, only those cases; an unknown one is a `FixtureError` that lists the ids.
     """
+    with suppress(PortableJsonError):
+        fixture = _snapshot(fixture)[0]
     _refuse(validate_fixture(fixture))
-    checked = cast("JsonObject", _snapshot(fixture)[0])
-    return _run_cases(checked, case_ids, lambda report, _trace, _package, _payload: report)
+    return _run_cases(cast("JsonObject", fixture), case_ids, lambda report, _trace, _package, _payload: report)
 
 
 # What becomes of one step's report: (report, trace, package, provider payload) -> the report as shown.
-Shown: TypeAlias = Callable[[StepReport, Trace, ResultPackage, "dict[str, Any] | None"], StepReport]
+_Shown: TypeAlias = Callable[[StepReport, Trace, ResultPackage, "dict[str, Any] | None"], StepReport]
 
 
-def _run_cases(fixture: JsonObject, case_ids: Iterable[str] | None, shown: Shown) -> FixtureReport:
+def _run_cases(fixture: JsonObject, case_ids: Iterable[str] | None, shown: _Shown) -> FixtureReport:
     cases = cast("list[dict[str, Any]]", fixture["cases"])
     known = [case["id"] for case in cases]
     wanted = known if case_ids is None else list(case_ids)
@@ -3100,7 +3028,7 @@ def _run_cases(fixture: JsonObject, case_ids: Iterable[str] | None, shown: Shown
     }
 
 
-def _run_case(case: dict[str, Any], path: str, shown: Shown) -> CaseReport:
+def _run_case(case: dict[str, Any], path: str, shown: _Shown) -> CaseReport:
     shop = MockShop()
     dispatcher = mock_dispatcher(shop)
     who = case["principal"]
@@ -3146,7 +3074,7 @@ def _step_approvals(
     if kind == "none" or spec is None:
         return ()
     if kind == "expired":
-        return (_approval(_ask(principal, call, spec), _MOCK_APPROVER, now - 1),)
+        return (_new_approval(_ask(principal, call, spec), _MOCK_APPROVER, now - 1),)
     valid = grant_approval(principal, call, spec, approver_id=_MOCK_APPROVER, now=now)
     return (valid if kind == "valid" else replace(valid, approval_digest="0" * 64),)
 
@@ -3173,7 +3101,7 @@ def _step_report(step: dict[str, Any], package: ResultPackage, side_effects: int
         "actual_code": cast("str", actual["code"]),
         "status": result["status"],
         "outcome": execution["outcome"],
-        "recovery": "none" if error is None else error["recovery"],
+        "recovery": cast("Recovery", actual["recovery"]),
         "delivery": execution["delivery"],
         "side_effect_count": side_effects,
         "validation_errors": errors,
@@ -3182,7 +3110,7 @@ def _step_report(step: dict[str, Any], package: ResultPackage, side_effects: int
     }
 
 
-# ==== 14. Command line (section 17) ===================================================================================
+# ==== 14. Command line (§17) ===================================================================================
 
 _USAGE: Final = """\
 error: unknown or incomplete argument; usage:
