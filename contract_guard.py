@@ -207,7 +207,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the flush at exit would fail again
             return 1  # what nobody read is not a pass
         message = error.strerror or "cannot read or write"  # str(error) would show the path
-    print(f"error: {message}", file=sys.stderr)
+    if sys.stderr is not None:
+        with contextlib.suppress(OSError):
+            print(f"error: {message}", file=sys.stderr)
     return 2
 
 

@@ -40,6 +40,7 @@ import stat
 import sys
 import threading
 import unicodedata
+from binascii import a2b_base64
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set, Sized
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -413,19 +414,19 @@ class _Decoding:
 
 
 _ESCAPE: Final = re.compile(rb"\\.", re.DOTALL)
-_STRUCTURE: Final = b"[{,]}"
-_ALL_BUT_STRUCTURE: Final = bytes(set(range(256)) - set(_STRUCTURE))
+_ALL_BUT_STRUCTURE: Final = bytes(set(range(256)) - set(b'"[{,]}'))
 
 
 def _is_crowded(raw: bytes) -> bool:
     """Whether a container has too many members; raises on nesting, before the recursive decoder sees it.
 
-    Without recursion: of a text cut at its quotes, every other piece stands outside the strings.
+    Without recursion: of a text cut at its quotes, every other piece stands outside the strings. Two quotes side by
+    side change nothing in that, so most strings are gone before the cut.
     """
-    outside = b"".join(_ESCAPE.sub(b"", raw).split(b'"')[::2])
+    structure = _ESCAPE.sub(b"", raw).translate(None, _ALL_BUT_STRUCTURE).replace(b'""', b"")
     crowded = False
     commas: list[int] = []  # one count for each container that is open
-    for mark in outside.translate(None, _ALL_BUT_STRUCTURE):
+    for mark in b"".join(structure.split(b'"')[::2]):
         if mark == 0x2C:  # a comma
             if commas:
                 commas[-1] += 1
@@ -556,7 +557,12 @@ def _same(one: object, other: object) -> bool:
     return one == other
 
 
-_ONLY_STRINGS: Final = frozenset({str})
+def _only_strings(keys: Iterable[object]) -> bool:
+    """By identity: comparing keys of a strange type would run its code, comparing types that of its metaclass."""
+    return _STRING_TYPE.issuperset(map(id, map(type, keys)))
+
+
+_STRING_TYPE: Final = frozenset({id(str)})
 
 
 def _exact_fields(value: object, names: Set[str], path: str, errors: list[str]) -> bool:
@@ -564,8 +570,7 @@ def _exact_fields(value: object, names: Set[str], path: str, errors: list[str]) 
     if type(value) is not dict:
         errors.append(f"{path}: wanted an object")
         return False
-    # Types first: comparing a key of a strange type would run that type's code.
-    if not _ONLY_STRINGS.issuperset(map(type, value)):
+    if not _only_strings(value):
         errors.append(f"{path}: wanted strings as keys")
         return False
     if value.keys() == names:
@@ -663,9 +668,12 @@ def bind_tool_call(proposal: ModelProposal, context: ExecutionContext) -> ToolCa
         raise HostContextError("proposal: wanted a ModelProposal")
     if type(context) is not ExecutionContext:
         raise HostContextError("context: wanted an ExecutionContext")
-    name = proposal.name if _is_identifier(proposal.name) else _UNREGISTERED_NAME
     try:
+        context = replace(context)  # the caller may still hold the other one
+        name = proposal.name if _is_identifier(proposal.name) else _UNREGISTERED_NAME
         arguments, plain = _snapshot(proposal.arguments, _MAX_PAYLOAD_DEPTH)
+    except AttributeError:  # made without its `__init__`
+        raise HostContextError("proposal, context: wanted values with all their fields") from None
     except PortableJsonError:
         arguments, plain = None, True
     if type(arguments) is not dict:
@@ -727,6 +735,13 @@ def validate_host_context(principal: Principal, call: ToolCall, *, now: int) -> 
 
 
 def _check_host(principal: Principal, call: ToolCall) -> None:
+    try:
+        _check_host_values(principal, call)
+    except AttributeError:  # made without its `__init__`
+        raise HostContextError("principal, call: wanted values with all their fields") from None
+
+
+def _check_host_values(principal: Principal, call: ToolCall) -> None:
     if type(principal) is not Principal:
         raise HostContextError("principal: wanted a Principal")
     if not (_is_identifier(principal.tenant_id) and _is_identifier(principal.subject_id)):
@@ -872,6 +887,8 @@ class ToolSpec:
     timeout_ms: int = 1_000
     max_output_bytes: int = 4_096
     max_output_depth: int = 4
+    # Set by `_check_spec`; not carried over by `dataclasses.replace`.
+    _sound: bool = field(default=False, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         _freeze(self, "arguments")
@@ -893,9 +910,18 @@ _TOOL_NAME: Final = re.compile(r"[A-Za-z0-9_-]{1,64}")  # what all three provide
 
 
 def _check_spec(spec: object) -> None:
-    """Raise `ToolContractError` for a contract that cannot work."""
+    """Raise `ToolContractError` for a contract that cannot work; once found sound, it stays so."""
     if type(spec) is not ToolSpec:
         raise ToolContractError("tools: wanted ToolSpec objects")
+    try:
+        if not spec._sound:
+            _check_spec_values(spec)
+            object.__setattr__(spec, "_sound", True)
+    except AttributeError:  # made without its `__init__`
+        raise ToolContractError("tools: wanted ToolSpec objects with all their fields") from None
+
+
+def _check_spec_values(spec: ToolSpec) -> None:
     if type(spec.name) is not str or not _TOOL_NAME.fullmatch(spec.name):
         raise ToolContractError("name: wanted 1 to 64 of A-Z a-z 0-9 _ -")
     where = spec.name
@@ -918,8 +944,8 @@ def _check_spec(spec: object) -> None:
             raise ToolContractError(f"{where}.{name}: wanted None, or a callable on a write (a read never asks it)")
     for name in ("timeout_ms", "max_output_bytes", "max_output_depth"):
         value = getattr(spec, name)
-        if type(value) is not int or value < 1:
-            raise ToolContractError(f"{where}.{name}: wanted an integer of at least 1")
+        if type(value) is not int or not 1 <= value <= MAX_SAFE_INTEGER:
+            raise ToolContractError(f"{where}.{name}: wanted an integer from 1 to {MAX_SAFE_INTEGER}")
     if spec.max_output_depth > _MAX_PAYLOAD_DEPTH:
         raise ToolContractError(f"{where}.max_output_depth: wanted at most {_MAX_PAYLOAD_DEPTH}")
     _check_rules(spec.arguments, f"{where}.arguments", _MAX_PAYLOAD_DEPTH, None)
@@ -943,7 +969,7 @@ def _check_rules(rules: object, path: str, room: int, arguments: Mapping[str, Fi
 def _check_rule(rule: object, path: str, room: int, arguments: Mapping[str, FieldRule] | None) -> None:
     if type(rule) is not FieldRule:
         raise ToolContractError(f"{path}: wanted a FieldRule")
-    if rule.type not in (str, int, bool, float, list, dict):
+    if not any(rule.type is kind for kind in _TYPE_NAMES):
         raise ToolContractError(f"{path}.type: wanted str, int, bool, float, list or dict")
     if type(rule.nullable) is not bool:
         raise ToolContractError(f"{path}.nullable: wanted a bool")
@@ -962,7 +988,7 @@ def _check_rule(rule: object, path: str, room: int, arguments: Mapping[str, Fiel
     if rule.pattern is not None:
         try:
             re.compile(rule.pattern if type(rule.pattern) is str else "(")
-        except (re.error, RecursionError, OverflowError):
+        except (re.error, RecursionError, OverflowError, Warning):
             raise ToolContractError(f"{path}.pattern: wanted a regular expression") from None
     if rule.equals_argument is not None:
         named = arguments.get(rule.equals_argument) if arguments and type(rule.equals_argument) is str else None
@@ -990,8 +1016,10 @@ def _check_bounds(rule: FieldRule, path: str) -> None:
 
 def _is_bound(rule: FieldRule, name: str, bound: object) -> bool:
     if name.endswith("_length"):
-        return type(bound) is int and bound >= 0
-    return type(bound) is int or (rule.type is float and type(bound) is float and isfinite(bound))
+        return type(bound) is int and 0 <= bound <= MAX_SAFE_INTEGER
+    return (type(bound) is int and abs(bound) <= MAX_SAFE_INTEGER) or (
+        rule.type is float and type(bound) is float and isfinite(bound)
+    )
 
 
 def _check_enum(rule: FieldRule, path: str) -> None:
@@ -1063,16 +1091,16 @@ SENSITIVE_FIELD_NAMES: Final = frozenset(
 # fmt: on
 _FOLDED_SENSITIVE: Final = frozenset(name.replace("_", "") for name in SENSITIVE_FIELD_NAMES)
 _SEPARATORS: Final = re.compile(r"[\W_]+")
-# A scheme with a token-shaped word (one with a digit, a joint, a step from lower to upper case, or 20 characters),
-# or a PEM private key. "bearer of news" and "Basic training" are neither.
+# "Bearer" with a token-shaped word (a digit, a joint, a step from lower to upper case, or 20 characters in it), or a
+# PEM private key. "bearer of news" is neither.
 _CREDENTIAL: Final = re.compile(
-    r"""(?aix) \b bearer [\s:="']++ (?= [\w.~+/=-]{6} ) [\w.~+/=-]*? (?: [\d_~+=] | \w[.-]\w | (?-i:[a-z][A-Z]) )
-      | \b basic [\s:="']++ (?= [\w+/-]{8} ) [\w+/-]*? (?: [\d+=] | (?-i:[a-z][A-Z]) )
-      | \b (?: bearer | basic ) [\s:="']++ [\w~+=-]{20}
-      | -----BEGIN\ [A-Z0-9\ ]*PRIVATE\ KEY"""
+    r"""(?ax) (?<![A-Za-z0-9]) (?i:bearer) [\s\x85\u1680\u2028\u2029:="']++
+            (?: (?= [\w.~+/=-]{6} ) [\w.~+/=-]*? (?: [\d_~+=] | [a-z][A-Z] ) | [\w~+=-]{20} )
+      | (?<![A-Za-z0-9]) (?: Bearer | BEARER ) [\s:="']++ (?= [\w.~+/=-]{6} ) [\w.~+/=-]*? \w[.-]\w
+      | (?i: -----BEGIN\ [A-Z0-9\ ]*PRIVATE\ KEY )"""
 )
-
-
+# "Basic" with a word; whether that is a credential, `_is_basic_credential` says. "Basic training" is none.
+_BASIC: Final = re.compile(r"""(?ai)(?<![a-z0-9])basic[\s\x85\u1680\u2028\u2029:="']++([\w+/-]{4,}+)(={0,2})""")
 # What Unicode calls default ignorable: nothing is shown for it, so it could split a name without a trace.
 _INVISIBLE: Final = re.compile(
     "[\u00ad\u034f\u061c\u115f\u1160\u17b4\u17b5\u180b-\u180f\u200b-\u200f\u202a-\u202e\u2060-\u206f\u3164"
@@ -1081,12 +1109,12 @@ _INVISIBLE: Final = re.compile(
 
 
 def _visible(text: str) -> str:
-    """Compatibility forms and invisible characters folded away."""
+    """Compatibility forms and invisible characters folded away; marks stand apart from their letters."""
     if text.isascii():
         return text
     # In pieces: sorting the marks of one long run takes quadratic time.
     pieces = (text[start : start + 1_024] for start in range(0, len(text), 1_024))
-    return _INVISIBLE.sub("", "".join(unicodedata.normalize("NFKC", piece) for piece in pieces))
+    return _INVISIBLE.sub("", "".join(unicodedata.normalize("NFKD", piece) for piece in pieces))
 
 
 def _is_sensitive_name(name: str) -> bool:
@@ -1098,8 +1126,25 @@ def _reads_sensitive(name: str) -> bool:
     return _SEPARATORS.sub("", _visible(_visible(name).casefold())) in _FOLDED_SENSITIVE
 
 
+def _is_credential(text: str) -> bool:
+    if not _may_hold_credential(text):
+        return False
+    visible = _visible(text)
+    return bool(_CREDENTIAL.search(visible)) or any(_is_basic_credential(*found) for found in _BASIC.findall(visible))
+
+
+def _is_basic_credential(word: str, padding: str) -> bool:
+    """RFC 7617: the base64 of `user:password`; or what looks like base64 and nothing else."""
+    mixed = len(word) >= 12 and any(map(str.isdigit, word)) and not (word.islower() or word.isupper())
+    try:
+        decoded = a2b_base64(word + "=" * (-len(word) % 4))
+    except ValueError:
+        decoded = b""
+    return bool(padding) or mixed or (b":" in decoded and decoded.isascii() and decoded.decode().isprintable())
+
+
 def _may_hold_credential(text: str) -> bool:
-    """Quick to say no: all that `_CREDENTIAL` matches has one of three words in it."""
+    """Quick to say no: each credential that is looked for has one of three words in it."""
     lowered = _visible(text).lower()
     return "bearer" in lowered or "basic" in lowered or "private key" in lowered
 
@@ -1107,7 +1152,7 @@ def _may_hold_credential(text: str) -> bool:
 def _check_sensitive(value: JsonValue, strings: bool, path: str, errors: list[str]) -> None:
     """No credential or control name as a key and, where `strings` may hold one, no evident credential, at any level."""
     if type(value) is str:
-        if strings and _may_hold_credential(value) and _CREDENTIAL.search(_visible(value)):
+        if strings and _is_credential(value):
             errors.append(f"{path}: reads as a credential")
     elif type(value) is dict:
         for key, item in value.items():
@@ -1148,7 +1193,12 @@ def validate_handler_result(spec: ToolSpec, call: ToolCall, result: object) -> l
 
     Never raises for anything in `result`.
     """
-    return _checked_output(spec, call.arguments, result)[1]
+    try:
+        _check_spec(spec)
+        arguments = call.arguments
+    except ContractError as error:
+        return [str(error)]
+    return _checked_output(spec, arguments, result)[1]
 
 
 _MAX_ERRORS: Final = 100  # of one list; what is beyond is counted
@@ -1160,8 +1210,11 @@ def _bounded(errors: list[str]) -> list[str]:
     return kept if len(errors) <= _MAX_ERRORS else [*kept, f"... and {len(errors) - _MAX_ERRORS} more"]
 
 
+_result_values: Final = attrgetter(*HandlerResult.__dataclass_fields__)
+
+
 class _Checked(NamedTuple):
-    """A handler's result that holds, with a snapshot of its data: all else in it is a string or None."""
+    """A handler's result that holds: a copy, all of strings and None but for its data, whose snapshot is `data`."""
 
     result: HandlerResult
     data: JsonObject
@@ -1173,6 +1226,11 @@ def _checked_output(spec: ToolSpec, arguments: JsonObject | None, result: object
     """The one check of the output contract: the snapshot, or None and the errors."""
     if type(result) is not HandlerResult:
         return None, ["result: wanted a HandlerResult"]
+    try:
+        # Read once: whoever returned it may still hold it.
+        result = HandlerResult(*_result_values(result))
+    except AttributeError:
+        return None, ["result: wanted a HandlerResult with all its fields"]
     errors: list[str] = []
     if not _same(result.producer_revision, spec.producer_revision):
         errors.append("producer_revision: wanted the registered producer's")
@@ -1440,7 +1498,8 @@ def grant_approval(
     `HostContextError` on malformed values. Whether the approver may approve is decided when the approval is used.
     """
     validate_host_context(principal, call, now=now)
-    if type(spec) is not ToolSpec or spec.name != call.name:
+    _check_spec(spec)
+    if spec.name != call.name:
         raise HostContextError("spec: wanted the ToolSpec of the call")
     if not _is_identifier(approver_id):
         raise HostContextError(f"approver_id: {_IDENTIFIER_WANTED}")
@@ -1485,16 +1544,19 @@ def _approval_holds(approval: object, asked: _Asked, approvers: frozenset[str], 
     """Whether this is a yes to this call now, by somebody who may say it. Never raises, whatever `approval` is."""
     if type(approval) is not Approval:
         return False
-    if not _is_identifier(approval.approval_id) or not _is_identifier(approval.approver_id):
+    try:
+        given = _approval_values(approval)
+    except AttributeError:  # made without its `__init__`
         return False
-    if approval.approver_id not in approvers or approval.approver_id == asked.principal.subject_id:
+    approval_id, approver_id, expires_at = approval.approval_id, approval.approver_id, approval.expires_at
+    if not _is_identifier(approval_id) or not _is_identifier(approver_id) or not _is_time(expires_at):
         return False
-    if not _is_time(approval.expires_at) or not now < approval.expires_at <= now + APPROVAL_TTL_SECONDS:
+    if approver_id not in approvers or approver_id == asked.principal.subject_id:
         return False
-    given = _approval_values(approval)
-    wanted = _approval_values(_fitting_approval(asked, approval.approval_id, approval.approver_id, approval.expires_at))
-    # Types first: comparing a value of a strange type would run that type's code.
-    return [*map(type, given)] == [*map(type, wanted)] and given == wanted
+    if not now < expires_at <= now + APPROVAL_TTL_SECONDS:
+        return False
+    wanted = _approval_values(_fitting_approval(asked, approval_id, approver_id, expires_at))
+    return all(map(_same, given, wanted))
 
 
 # ==== 8. Result package and its check (§11, §13) ============================================================
@@ -1600,7 +1662,7 @@ def success_package(
         errors += _impossible(asked, None, delivery, status_ref, result.receipt_id)
     if checked is None or errors:
         raise ResultContractError("; ".join(errors[:10]))
-    return _success(asked, checked, delivery, status_ref)
+    return _success(asked, checked, delivery, status_ref).package
 
 
 def error_package(
@@ -1624,17 +1686,17 @@ def error_package(
     errors = _impossible(asked, code, "fresh", status_ref)
     if errors:
         raise ResultContractError("; ".join(errors))
-    return _failure(asked, code, _timestamp(now), status_ref)
+    return _failure(asked, code, _timestamp(now), status_ref).package
 
 
 def _checked_ask(principal: Principal, call: ToolCall, spec: ToolSpec | None) -> _Asked:
     """`_ask`, for values that no gate has seen yet: `ResultContractError` when one is malformed."""
     try:
         _check_host(principal, call)
-    except HostContextError as error:
+        if spec is not None:
+            _check_spec(spec)
+    except (HostContextError, ToolContractError) as error:
         raise ResultContractError(str(error)) from None
-    if spec is not None and type(spec) is not ToolSpec:
-        raise ResultContractError("spec: wanted a ToolSpec, or None for a tool that is not registered")
     return _ask(principal, call, spec)
 
 
@@ -1682,7 +1744,12 @@ def _input_errors(spec: ToolSpec, arguments: JsonObject | None) -> list[str]:
     return errors
 
 
-def _success(asked: _Asked, checked: _Checked, delivery: Delivery, status_ref: str | None) -> ResultPackage:
+class _Built(NamedTuple):
+    package: ResultPackage
+    text: str  # of its `model_result`, canonical: hashed here, emitted by the adapters
+
+
+def _success(asked: _Asked, checked: _Checked, delivery: Delivery, status_ref: str | None) -> _Built:
     """The package takes over the data."""
     result, spec = checked.result, cast("ToolSpec", asked.spec)
     model_result: ModelResult = {
@@ -1707,7 +1774,7 @@ def _success(asked: _Asked, checked: _Checked, delivery: Delivery, status_ref: s
     )
 
 
-def _failure(asked: _Asked, code: str, observed_at: str, status_ref: str | None) -> ResultPackage:
+def _failure(asked: _Asked, code: str, observed_at: str, status_ref: str | None) -> _Built:
     policy = ERROR_CATALOG[code]
     model_result: ModelResult = {
         "schema_version": MODEL_RESULT_SCHEMA_VERSION,
@@ -1732,11 +1799,12 @@ def _failure(asked: _Asked, code: str, observed_at: str, status_ref: str | None)
     return _package(asked, model_result, True, {"request_id": None, "receipt_id": None, "status_ref": status_ref})
 
 
-def _package(asked: _Asked, model_result: ModelResult, plain: bool, downstream: Downstream) -> ResultPackage:
+def _package(asked: _Asked, model_result: ModelResult, plain: bool, downstream: Downstream) -> _Built:
     """The one place that puts a package together and ties it with its digests."""
     context = asked.context
-    result_sha256 = _sha256(_canonical(model_result, plain))
-    return {
+    text = _canonical(model_result, plain)
+    result_sha256 = _sha256(text)
+    package: ResultPackage = {
         "model_result": model_result,
         "protected_audit": {
             "schema_version": AUDIT_SCHEMA_VERSION,
@@ -1760,6 +1828,7 @@ def _package(asked: _Asked, model_result: ModelResult, plain: bool, downstream: 
             "redactions": [],
         },
     }
+    return _Built(package, text)
 
 
 def validate_result(principal: Principal, call: ToolCall, spec: ToolSpec | None, package: object) -> list[str]:
@@ -1774,7 +1843,7 @@ def validate_result(principal: Principal, call: ToolCall, spec: ToolSpec | None,
 
 def _validated(
     principal: Principal, call: ToolCall, spec: ToolSpec | None, package: object
-) -> tuple[ResultPackage | None, list[str]]:
+) -> tuple[_Built | None, list[str]]:
     """The package as rebuilt, which shares nothing with the one given, or None and the errors."""
     try:
         asked = _checked_ask(principal, call, spec)
@@ -1786,7 +1855,7 @@ def _validated(
     seen = cast("ResultPackage", package)
     wanted = _rebuilt(asked, seen, errors)
     if wanted is not None:
-        _differences(cast("JsonObject", wanted), cast("JsonObject", seen), "$", errors)
+        _differences(cast("JsonObject", wanted.package), cast("JsonObject", seen), "$", errors)
     return (None if errors else wanted), _bounded(errors)
 
 
@@ -1814,7 +1883,7 @@ def _fields(shape: Any) -> Set[str]:
     return cast("Set[str]", shape.__annotations__.keys())
 
 
-def _rebuilt(asked: _Asked, seen: ResultPackage, errors: list[str]) -> ResultPackage | None:
+def _rebuilt(asked: _Asked, seen: ResultPackage, errors: list[str]) -> _Built | None:
     """The one package that may stand where `seen` stands, from the few parts that a handler or the clock decides."""
     model_result, downstream = seen["model_result"], seen["protected_audit"]["downstream"]
     provenance, delivery = model_result["provenance"], model_result["execution"]["delivery"]
@@ -1871,8 +1940,8 @@ def validate_result_set(
 
     Linear in the number of calls; never raises for anything in `packages`.
     """
-    if not isinstance(packages, list | tuple):
-        return ["packages: wanted a list"]
+    if type(packages) not in (list, tuple) or type(calls) not in (list, tuple):
+        return ["calls, packages: wanted a list or tuple of each"]
     errors: list[str] = []
     open_calls: dict[_CallKey, tuple[int, ToolCall]] = {}
     for index, call in enumerate(calls):
@@ -2165,11 +2234,13 @@ def _dispatch_extras(approvals: object, deadline: object) -> tuple[Approval, ...
     """What `dispatch` alone takes from its host: part of gate 1. Each approval is looked at by gate 9."""
     if deadline is not None and not _is_time(deadline):
         raise HostContextError(f"deadline: wanted None or an int of seconds from 0 to {MAX_PORTABLE_UNIX_SECONDS}")
-    if type(approvals) is tuple:
-        return approvals
-    if not isinstance(approvals, Sequence) or isinstance(approvals, str | bytes):
+    kind = type(approvals)
+    if not issubclass(kind, Sequence) or issubclass(kind, str | bytes | bytearray):
         raise HostContextError("approvals: wanted a sequence of Approval")
-    return tuple(approvals)
+    try:
+        return tuple(cast("Sequence[Approval]", approvals))
+    except Exception:
+        raise HostContextError("approvals: wanted a sequence of Approval that can be read") from None
 
 
 def _check_references(status_ref: object, expected_request_sha256: object) -> None:
@@ -2210,26 +2281,28 @@ class _Passage:
     def _stopped(self, gate: str, code: str, status_ref: str | None = None) -> _Stop:
         if self._trace is not None:
             self._trace.append((gate, code))
-        return _Stop(_failure(self._asked, code, _timestamp(self._now), status_ref))
+        return _Stop(_failure(self._asked, code, _timestamp(self._now), status_ref).package)
 
     def _answered(self, gate: str, checked: _Checked, delivery: Delivery, status_ref: str | None) -> ResultPackage:
         if self._trace is not None:
             self._trace.append((gate, f"OK {delivery}"))
-        return _success(self._asked, checked, delivery, status_ref)
+        return _success(self._asked, checked, delivery, status_ref).package
 
     # Gates of both entry points.
 
     def context(self) -> None:
         """The host's own part: its mistakes are raised, and nothing has run yet."""
-        if self._trace is not None and not isinstance(self._trace, list):
+        if self._trace is not None and not issubclass(type(self._trace), list):
             raise HostContextError("trace: wanted a list or None")
         validate_host_context(self._principal, self._call, now=self._now)
-        self._asked = _ask(self._principal, self._call, self._host.registry.get(_bound(self._call).name))
+        # A copy: callbacks get the host's own, and frozen is not out of reach.
+        principal = Principal(self._principal.tenant_id, self._principal.subject_id, self._principal.roles)
+        self._asked = _ask(principal, self._call, self._host.registry.get(_bound(self._call).name))
         self._passed("context")
 
     def call_identity(self, purpose: Purpose) -> None:
         """One provider call stands for one request, valid or not, and for one purpose."""
-        principal, context = self._principal, self._asked.context
+        principal, context = self._asked.principal, self._asked.context
         identity = (
             principal.tenant_id,
             principal.subject_id,
@@ -2326,8 +2399,7 @@ class _Passage:
         self._passed("idempotency")
         # The count tells this dispatcher's reservations apart, `after` tells them from those that went before.
         after = None if earlier is None else earlier.token
-        token = _names_digest({"call": self._fingerprint, "count": next(self._host._reservations), "after": after})
-        return replace(mine, token=token[:32])
+        return replace(mine, token=_sha256(f"{self._fingerprint} {next(self._host._reservations)} {after}")[:32])
 
     def business_state(self, spec: ToolSpec) -> None:
         if spec.business_rule is not None and not self._says_true(spec.business_rule):
@@ -2404,7 +2476,7 @@ class _Passage:
 
     def status_reference(self, status_ref: str) -> OperationRecord:
         record = self._ledger.find_by_status_ref(status_ref)
-        if record is None or record.scope[:2] != (self._principal.tenant_id, self._principal.subject_id):
+        if record is None or record.scope[:2] != _scope(self._asked)[:2]:
             raise self._stopped("status_reference", "NOT_FOUND")
         self._passed("status_reference")
         return record
@@ -2479,9 +2551,7 @@ def _same_operation(record: OperationRecord, mine: OperationRecord) -> bool:
 
 
 def _same_result(one: HandlerResult | None, other: HandlerResult) -> bool:
-    return type(one) is HandlerResult and all(
-        _same(getattr(one, name), getattr(other, name)) for name in HandlerResult.__dataclass_fields__
-    )
+    return type(one) is HandlerResult and all(map(_same, _result_values(one), _result_values(other)))
 
 
 def _not_started_code(error: Exception) -> str | None:
@@ -2575,7 +2645,7 @@ def _for_model(
         raise ResultContractError("; ".join(errors[:10]))
     if call.context.provider != provider:
         raise ResultContractError(f"call: wanted one of {provider}")
-    return canonical_json(rebuilt["model_result"]), rebuilt["model_result"]["status"]
+    return rebuilt.text, rebuilt.package["model_result"]["status"]
 
 
 # ==== 12. Mock shop (§6) =======================================================================================
@@ -2797,7 +2867,7 @@ _CONTEXT_FIELDS: Final[_Table] = {
     "adapter_revision": _AN_IDENTIFIER,
 }
 _EXPECTED_FIELDS: Final[_Table] = {
-    "code": _one_of("OK", *ERROR_CATALOG),
+    "code": (_one_of("OK", *ERROR_CATALOG)[0], "wanted OK or a code of the error catalog"),
     "status": _one_of(*_STATUSES),
     "outcome": _one_of(*_OUTCOMES),
     "recovery": _one_of(*_RECOVERIES),
@@ -2814,7 +2884,7 @@ _WRITES: Final = frozenset(spec.name for spec in MockShop().tools() if spec.effe
 def _check_object(value: object, table: _Table, path: str, errors: list[str]) -> JsonObject:
     """Exact fields, each by the table. What comes back holds only the fields that are right."""
     exact = _exact_fields(value, table.keys(), path, errors)
-    if type(value) is not dict or not (exact or _ONLY_STRINGS.issuperset(map(type, value))):
+    if type(value) is not dict or not (exact or _only_strings(value)):
         return {}
     known: JsonObject = value if exact else {name: value[name] for name in table if name in value}
     wrong = [name for name, (is_right, _) in table.items() if name in known and not is_right(known[name])]
@@ -3014,7 +3084,7 @@ def _run_cases(fixture: JsonObject, case_ids: Iterable[str] | None, shown: _Show
     cases = cast("list[dict[str, Any]]", fixture["cases"])
     known = [case["id"] for case in cases]
     wanted = known if case_ids is None else list(case_ids)
-    if not all(name in known for name in wanted):
+    if not wanted or not all(name in known for name in wanted):
         listed = ", ".join(name if name.isascii() else _quoted(name) for name in known[:40])
         more = f", and {len(known) - 40} more" if len(known) > 40 else ""
         raise FixtureError(f"no such case; the cases are: {listed}{more}")
@@ -3124,7 +3194,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if options.version:
             names = (FIXTURE_SCHEMA_VERSION, MODEL_RESULT_SCHEMA_VERSION, AUDIT_SCHEMA_VERSION, DISPATCHER_REVISION)
             return _print("\n".join((f"tool_dispatcher {__version__}", *names)), 0)
-        path = options.fixture or os.path.join(os.path.dirname(os.path.abspath(__file__)), "tool-cases.json")
+        beside = os.path.join(os.path.dirname(os.path.abspath(__file__)), "tool-cases.json")
+        path = beside if options.fixture is None else options.fixture
 
         def shown(report: StepReport, trace: Trace, package: ResultPackage, payload: object) -> StepReport:
             extra: dict[str, object] = {}
@@ -3204,7 +3275,9 @@ def _ascii(text: str) -> str:
 
 
 def _print(text: str, verdict: int) -> int:
-    """Write the report; a reader that has gone away (`| head`) is no error, a full disk is."""
+    """Write the report; a reader that has gone away (`| head`) is no error, a full disk or no stdout at all is."""
+    if sys.stdout is None:
+        return _fail("error: there is no standard output to report to")
     try:
         print(text, flush=True)
     except OSError as error:
@@ -3216,7 +3289,9 @@ def _print(text: str, verdict: int) -> int:
 
 
 def _fail(message: str) -> int:
-    print(_ascii(message), file=sys.stderr)
+    if sys.stderr is not None:
+        with suppress(OSError):
+            print(_ascii(message), file=sys.stderr)
     return 2
 
 
