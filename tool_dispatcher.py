@@ -2239,7 +2239,7 @@ def _dispatch_extras(approvals: object, deadline: object) -> tuple[Approval, ...
         raise HostContextError("approvals: wanted a sequence of Approval")
     try:
         return tuple(cast("Sequence[Approval]", approvals))
-    except Exception:
+    except Exception:  # whatever a strange sequence does when it is read
         raise HostContextError("approvals: wanted a sequence of Approval that can be read") from None
 
 
@@ -2252,6 +2252,8 @@ def _check_references(status_ref: object, expected_request_sha256: object) -> No
 
 
 class _Stop(Exception):
+    """A gate has the answer."""
+
     def __init__(self, package: ResultPackage) -> None:
         self.package = package
 
@@ -2292,7 +2294,7 @@ class _Passage:
 
     def context(self) -> None:
         """The host's own part: its mistakes are raised, and nothing has run yet."""
-        if self._trace is not None and not issubclass(type(self._trace), list):
+        if self._trace is not None and type(self._trace) is not list:
             raise HostContextError("trace: wanted a list or None")
         validate_host_context(self._principal, self._call, now=self._now)
         # A copy: callbacks get the host's own, and frozen is not out of reach.
@@ -2341,7 +2343,7 @@ class _Passage:
     def _says_true(self, rule: Callable[[Principal, JsonObject], bool]) -> bool:
         try:
             return rule(self._principal, self._arguments()) is True
-        except Exception:
+        except Exception:  # a rule that fails has not said yes
             return False
 
     def _arguments(self) -> JsonObject:
@@ -2448,7 +2450,7 @@ class _Passage:
         )
         try:
             returned = spec.handler(invocation)
-        except Exception as error:
+        except Exception as error:  # whatever a handler raises ends here, interrupts excepted
             code = _not_started_code(error)
             if reserved is None:
                 code = code or "TOOL_ERROR"
@@ -2462,7 +2464,7 @@ class _Passage:
     def _released(self, reserved: OperationRecord, code: str) -> bool:
         try:
             return self._ledger.release(reserved, code).state == "not_started"
-        except Exception:
+        except Exception:  # then the scope is still pending, and so is the answer
             return False
 
     def output(self, spec: ToolSpec, reserved: OperationRecord | None, returned: object) -> _Checked:
@@ -2503,20 +2505,15 @@ class _Passage:
         )
         try:
             receipt: object = None if spec.find_receipt is None else spec.find_receipt(query)
-        except Exception:
+        except Exception:  # no evidence either way
             receipt = None
         if receipt is None:
             raise self._stopped("receipt", "OUTCOME_UNKNOWN", record.status_ref)
-        if (
-            type(receipt) is Receipt
-            and _same(receipt.status_ref, record.status_ref)
-            and _same(receipt.request_sha256, record.request_sha256)
-        ):
-            checked, _ = _checked_output(spec, self._asked.arguments, receipt.result)
-            if checked is not None and checked.result.receipt_id is not None:
-                self._passed("receipt")
-                return checked
-        raise self._stopped("receipt", "STATUS_CONFLICT")
+        checked, _ = _checked_output(spec, self._asked.arguments, _receipt_result(receipt, record))
+        if checked is None or checked.result.receipt_id is None:
+            raise self._stopped("receipt", "STATUS_CONFLICT")
+        self._passed("receipt")
+        return checked
 
     # The last gate of both.
 
@@ -2530,11 +2527,12 @@ class _Passage:
         try:
             recorded = self._ledger.complete(reserved, kept)
             succeeded = recorded.state == "succeeded" and _same_operation(recorded, reserved)
-        except Exception:
+            mine = recorded.result is kept or _same_result(recorded.result, kept)
+        except Exception:  # the handler has run: whatever is wrong with the ledger, the outcome is unknown
             succeeded = False
         if not succeeded:
             raise self._stopped("record", "OUTCOME_UNKNOWN", reserved.status_ref)
-        if recorded.result is not kept and not _same_result(recorded.result, kept):
+        if not mine:
             return self._replay("record", spec, recorded)
         return self._answered("record", checked, delivery, reserved.status_ref)
 
@@ -2554,11 +2552,24 @@ def _same_result(one: HandlerResult | None, other: HandlerResult) -> bool:
     return type(one) is HandlerResult and all(map(_same, _result_values(one), _result_values(other)))
 
 
+def _receipt_result(receipt: object, record: OperationRecord) -> object:
+    """What a receipt says, if it is one for this very operation."""
+    try:
+        fits = (
+            type(receipt) is Receipt
+            and _same(receipt.status_ref, record.status_ref)
+            and _same(receipt.request_sha256, record.request_sha256)
+        )
+        return cast("Receipt", receipt).result if fits else None
+    except AttributeError:  # made without its `__init__`
+        return None
+
+
 def _not_started_code(error: Exception) -> str | None:
     """The code by which a handler proved that nothing happened, or None."""
     try:
         code = error.code if isinstance(error, NotStarted) else None
-    except Exception:
+    except Exception:  # an exception class can be as hostile as its handler
         return None
     return code if type(code) is str and code in _NOT_STARTED_CODES else None
 
