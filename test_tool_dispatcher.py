@@ -20,6 +20,7 @@ import functools
 import hashlib
 import inspect
 import io
+import itertools
 import json
 import logging
 import math
@@ -34,6 +35,7 @@ import threading
 import tracemalloc
 import types
 import unittest
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from decimal import Decimal
 from pathlib import Path
@@ -455,6 +457,39 @@ class Hostile:
     __iter__ = __getitem__ = __contains__ = __repr__ = __str__ = __int__ = refuses_everything
 
 
+class Liar:
+    """Raises when it is asked for its class, which `isinstance` does."""
+
+    __class__ = property(refuses_everything)
+
+
+class LyingType(type):
+    """The type of classes that pass for every other class, and in a set for `str`."""
+
+    def __eq__(cls, other: object) -> bool:
+        return True
+
+    def __hash__(cls) -> int:
+        return hash(str)
+
+
+class Impostor(AlwaysEqual, metaclass=LyingType):
+    """Equal to all, as its class is; among keys it passes for `model_result`."""
+
+    def __hash__(self) -> int:
+        return hash("model_result")
+
+
+class RaisingType(type):
+    """The type of classes that cannot be compared with another class."""
+
+    __eq__ = __hash__ = refuses_everything
+
+
+class Untouchable(metaclass=RaisingType):
+    pass
+
+
 class TextSubclass(str):
     pass
 
@@ -527,7 +562,10 @@ def strange_values() -> dict[str, Any]:
         "subclass of str": TextSubclass("x"),
         "subclass of int": IntSubclass(1000),
         "equal to all": AlwaysEqual(),
+        "equal class as key": {Impostor(): 1},
         "raises at all": Hostile(),
+        "raises at its class": Liar(),
+        "raises at its type as key": {Untouchable(): 1},
         "dict that raises": RaisingDict(status="succeeded"),
     }
 
@@ -552,6 +590,8 @@ def outside_values() -> dict[str, Any]:
         "range": range(3),
         "iterator": iter([]),
         "instance": object(),
+        "instance of an equal class": Impostor(),
+        "instance of a class that raises": Untouchable(),
         "function": refuses_everything,
         "subclass of dict": collections.OrderedDict(status="succeeded"),
     }
@@ -579,6 +619,17 @@ def hostile_values() -> dict[str, Any]:
         "object": {},
         "object with a member": {"status": "succeeded"},
     }
+
+
+def half_built(kind: type) -> Any:
+    """A value of this very type whose `__init__` never ran: it has no fields."""
+    return object.__new__(kind)
+
+
+def malformed_specs(spec: td.ToolSpec) -> dict[str, Any]:
+    """The contract with one part that cannot be, and one without any part: nobody built a dispatcher with them."""
+    wrong = {"output": None, "arguments": None, "max_output_bytes": "x", "input_schema_revision": object()}
+    return {name: altered(spec, **{name: value}) for name, value in wrong.items()} | {"all": half_built(td.ToolSpec)}
 
 
 # --------------------------------------------------------------------------------------------------
@@ -729,6 +780,16 @@ def run_here(main: Callable[[list[str]], int], *arguments: str) -> tuple[int, st
     with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.redirect_stderr(io.StringIO()) as err:
         code = main(list(arguments))
     return code, out.getvalue(), err.getvalue()
+
+
+def codes_without_stderr(script: Path, main: Callable[[list[str]], int], *arguments: str) -> set[int]:
+    """The exit codes where stderr is closed and, on systems that have such a file, where it is always full."""
+    with contextlib.redirect_stdout(io.StringIO()), mock.patch.object(sys, "stderr", None):
+        codes = {main(list(arguments))}
+    if os.path.exists("/dev/full"):
+        with open("/dev/full", "wb") as full:
+            codes.add(subprocess.run(command_of(script, *arguments), stderr=full, timeout=60, check=False).returncode)
+    return codes
 
 
 class FolderCase(unittest.TestCase):
@@ -1062,10 +1123,9 @@ class FixtureTests(FolderCase):
         )
         hooks["__hash__"] = lambda self: hash("schema_version")
         kinds = {base.__name__: type("Hostile", (base,), dict(hooks)) for base in (dict, list, str, int, float, object)}
-        liar = type("Liar", (), {"__class__": property(refuses_everything), "__repr__": refuses_everything})
         key = type("Key", (str,), {"__eq__": refuses_everything, "__hash__": str.__hash__})
         hostile = outside_values() | {f"{name} subclass": kind() for name, kind in kinds.items()}
-        hostile |= {"liar": liar(), "dict with a raising key": {key("schema_version"): 1}}
+        hostile |= {"dict with a raising key": {key("schema_version"): 1}}
         legal = unknown_then_query()
         for path in paths_in(json_fixture(json_case(json_step("read")))):
             for name, value in hostile.items():
@@ -1321,6 +1381,8 @@ class FixtureTests(FolderCase):
                 self.assertEqual([case["case_id"] for case in report["cases"]], ran)
                 self.assertEqual((report["case_count"], report["step_count"]), (len(ran), 2 * len(ran)))
                 self.assertIs(report["passed"], True)
+        with self.assertRaises(td.FixtureError):  # nothing ran is no pass
+            td.run_fixture(fixture, case_ids=[])
         with self.assertRaises(td.FixtureError) as caught:
             td.run_fixture(fixture, case_ids=["first", "fourth\x1b[31m"])
         for name in ("first", "second", "third"):
@@ -2126,6 +2188,15 @@ class BrokenLedger(td.MemoryLedger):
         raise OSError("disk full")
 
 
+class MistakenLedger(td.MemoryLedger):
+    """Answers with what was recorded for another tenant."""
+
+    def complete(self, record: td.OperationRecord, result: td.HandlerResult) -> td.OperationRecord:
+        theirs = draft_result(data=DRAFT | {"draft_id": "DRAFT-99"})
+        scope = ("tenant-b", *SCOPE[1:])
+        return dataclasses.replace(record, scope=scope, state="succeeded", result=theirs)
+
+
 class DispatcherCase(unittest.TestCase):
     """Dispatches and asks with a trace, and checks every package that comes out."""
 
@@ -2223,6 +2294,7 @@ class GateTests(DispatcherCase):
         good: dict[str, Any] = {"approvals": (), "now": NOW}
         texts: list[Any] = [None, "", "  ", "x" * 256, "line\nbreak", "\ud800", 7, True, ["x"], TextSubclass("user-1")]
         principals: list[Any] = [None, "user-1", {"tenant_id": "tenant-a", "subject_id": "user-1", "roles": ()}]
+        principals += [half_built(td.Principal)]
         principals += [altered(USER, tenant_id=text) for text in texts]
         principals += [altered(USER, subject_id=text) for text in texts]
         many = tuple(f"role-{number:02}" for number in range(33))
@@ -2234,16 +2306,18 @@ class GateTests(DispatcherCase):
         contexts += [{"adapter_revision": "openai-responses-v2"}, {"adapter_revision": None}]
         times = (None, True, -1, 1.0, "0", 253_402_300_800, float("nan"))
         no_sequence: list[Any] = [None, "approval", b"approval", {1}, {}, 7, iter(()), host.approve(write_call())]
+        unreadable = type("Unreadable", (collections.UserList,), {"__getitem__": refuses_everything})
+        no_sequence += [Liar(), unreadable([None])]
         table: list[tuple[Any, Any, dict[str, Any]]] = [(principal, read_call(), good) for principal in principals]
         table += [(USER, read_call(**change), good) for change in contexts]
-        no_calls: list[Any] = [None, "get_order", td.ModelProposal("get_order", {}), {}]
-        no_contexts: list[Any] = [None, {}, USER]
+        no_calls: list[Any] = [None, "get_order", td.ModelProposal("get_order", {}), {}, half_built(td.ToolCall)]
+        no_contexts: list[Any] = [None, {}, USER, half_built(td.ExecutionContext)]
         no_calls += [altered(read_call(), context=other) for other in no_contexts]
         table += [(USER, call, good) for call in no_calls]
         table += [(USER, read_call(), good | {"now": time}) for time in times]
         table += [(USER, read_call(), good | {"deadline": time}) for time in times if time is not None]
         table += [(USER, read_call(), good | {"approvals": approvals}) for approvals in no_sequence]
-        no_traces: list[Any] = ["trace", (), {}]
+        no_traces: list[Any] = ["trace", (), {}, Liar()]
         table += [(USER, read_call(), good | {"trace": trace}) for trace in no_traces]
         for position, (principal, call, options) in enumerate(table):
             with self.subTest(position=position):
@@ -2264,8 +2338,11 @@ class GateTests(DispatcherCase):
             for value in malformed:
                 with self.subTest(query=name, value=repr(value)[:20]), self.assertRaises(td.HostContextError):
                     host.dispatcher.query_operation_status(USER, write_call(), **asked | {name: value})
-        for pair in ((None, context()), ("get_order", context()), (td.ModelProposal("get_order", {}), None)):
-            with self.subTest(pair=repr(pair)[:20]), self.assertRaises(td.HostContextError):
+        proposal = td.ModelProposal("get_order", {})
+        pairs: list[Any] = [(None, context()), ("get_order", context()), (half_built(td.ModelProposal), context())]
+        pairs += [(proposal, None), (proposal, half_built(td.ExecutionContext))]
+        for position, pair in enumerate(pairs):
+            with self.subTest(pair=position), self.assertRaises(td.HostContextError):
                 td.bind_tool_call(*pair)
         td.validate_host_context(altered(USER, roles=many[:32]), read_call(), now=NOW)
         self.dispatches(host, read_call("ORDER-8"), "authorization", "NOT_FOUND")
@@ -2490,6 +2567,23 @@ class ProposalTests(DispatcherCase):
         self.assertGreaterEqual(len(seen), 8)
         self.assertEqual([arguments for arguments in seen if arguments != original], [])
 
+        # Frozen is not out of reach for who holds the host's own values.
+        theirs, mine = context(idempotency_key="key-1"), altered(USER)
+        call = td.bind_tool_call(td.ModelProposal("own_tool", {"value": "text"}), theirs)
+        object.__setattr__(theirs, "call_id", "call-9")
+        self.assertEqual(call.context, context(idempotency_key="key-1"))
+
+        def moved(principal: td.Principal, arguments: Any) -> bool:
+            object.__setattr__(principal, "subject_id", "user-2")
+            return True
+
+        spec, ledger = own_tool(effect="write", authorize=moved), td.MemoryLedger()
+        host = Host([spec], ledger=ledger)
+        answer = host.dispatch(call, principal=mine, approvals=[host.approve(call)])
+        self.assertEqual((verdict(answer)[0], mine.subject_id), ("OK", "user-2"))
+        self.assertEqual(td.validate_result(USER, call, spec, answer), [])
+        self.assertIsNotNone(ledger.find(("tenant-a", "user-1", "own_tool", "key-1")))
+
     def test_a_call_built_or_replaced_by_hand_is_snapshotted_again(self) -> None:
         given: dict[str, Any] = {}
 
@@ -2520,9 +2614,9 @@ class ProposalTests(DispatcherCase):
         ):
             with self.subTest(code=code):
                 self.dispatches(Host(), altered(call, context=moved), gate, code)
-        no_proposals: list[Any] = [None, "get_order", {"name": "get_order"}]
-        for proposal in no_proposals:
-            with self.subTest(proposal=proposal), self.assertRaises(td.HostContextError):
+        no_proposals: list[Any] = [None, "get_order", {"name": "get_order"}, half_built(td.ModelProposal)]
+        for position, proposal in enumerate(no_proposals):
+            with self.subTest(proposal=position), self.assertRaises(td.HostContextError):
                 Host().dispatcher.dispatch(USER, altered(read_call(), proposal=proposal), now=NOW)
 
 
@@ -2589,7 +2683,7 @@ class ToolContractTests(DispatcherCase):
         broken += [{"source_label": text} for text in ("", "  ", None, "offline-dispatcher")]
         broken += [{"effect": effect} for effect in ("delete", "", None, "READ", ["read"])]
         limits = ("timeout_ms", "max_output_bytes", "max_output_depth")
-        broken += [{limit: value} for limit in limits for value in (0, -1, None, True, 1.5)]
+        broken += [{limit: value} for limit in limits for value in (0, -1, None, True, 1.5, 2**53)]
         broken += [{"max_output_depth": 31}, {"business_rule": lambda principal, arguments: True}]
         broken += [{"find_receipt": lambda query: None}, {"handler": None}, {"authorize": None}]
         broken += [{"effect": "write", name: "no function"} for name in ("business_rule", "find_receipt")]
@@ -2608,6 +2702,12 @@ class ToolContractTests(DispatcherCase):
             {"type": list, "min_length": -1}, {"type": int, "minimum": 1.5}, {"type": int, "maximum": True},
             {"type": float, "minimum": "1"}, {"type": float, "maximum": float("nan")}, {"type": str, "enum": ()},
             {"type": str, "enum": "ab"}, {"type": int, "enum": (2**60,)}, {"type": str, "enum": ("\ud800",)},
+            {"type": Impostor}, {"type": Untouchable}, {"type": int, "minimum": -(2**53)},
+            {"type": int, "maximum": 2**53}, {"type": float, "minimum": 2**53}, {"type": float, "maximum": -(2**53)},
+            {"type": str, "min_length": 2**53}, {"type": list, "max_length": 2**53},
+            {"type": str, "enum": ("a",), "pattern": "("}, {"type": str, "enum": ("a",), "pattern": 7},
+            {"type": list, "enum": ([1],), "items": rule(bytes)}, {"type": list, "enum": ([1],), "items": 7},
+            {"type": dict, "enum": ({"a": 1},), "fields": {"a": 7}}, {"type": dict, "enum": ({"a": 1},), "fields": 7},
         ]  # fmt: skip
         for options in fields:
             broken.append({"arguments": {"value": rule(**options)}})
@@ -2618,6 +2718,7 @@ class ToolContractTests(DispatcherCase):
         for argument in no_arguments:
             broken.append({"output": {"echo": rule(str, equals_argument=argument)}})
         broken.append({"arguments": {"value": rule(str, equals_argument="value")}})
+        broken += [{"output": {"echo": rule(kind, equals_argument="value")}} for kind in (int, bool, float)]
         for name in ("authorization", "Api-Key", "access_token", "call_id", "request_sha256", "PASSWORD", "set-cookie"):
             inner = rule(dict, fields={name: rule(str)})
             broken.append({"output": {name: rule(str)}})
@@ -2631,9 +2732,18 @@ class ToolContractTests(DispatcherCase):
                 with self.assertRaises(td.ToolContractError):
                     td.Dispatcher([spec])
         no_registry: list[Any] = [[own_tool(), own_tool(effect="write")], [None], ["own_tool"], own_tool(), None]
-        for tools in no_registry:
-            with self.subTest(tools=repr(tools)[:40]), self.assertRaises(td.ToolContractError):
+        for position, tools in enumerate([*no_registry, [half_built(td.ToolSpec)]]):
+            with self.subTest(tools=position), self.assertRaises(td.ToolContractError):
                 td.Dispatcher(tools)
+        endless = 10**5_000  # more digits than Python itself would show in an error
+        for name in ("minimum", "maximum", "min_length", "max_length", "timeout_ms", "max_output_bytes"):
+            with self.subTest(endless=name), self.assertRaises(td.ToolContractError):
+                kind: type = str if name.endswith("_length") else int
+                bound: dict[str, Any] = {name: endless}
+                td.Dispatcher([own_tool(**bound if name in limits else {"arguments": {"value": rule(kind, **bound)}})])
+        with self.subTest("a warning as an error"), warnings.catch_warnings(), self.assertRaises(td.ToolContractError):
+            warnings.simplefilter("error")
+            td.Dispatcher([own_tool(arguments={"value": rule(str, pattern="[[a]")})])
         no_approvers: list[Any] = [REVIEWER, "", REVIEWER.encode(), frozenset({7}), frozenset({""}), None]
         for approvers in no_approvers:
             with self.subTest(approvers=approvers), self.assertRaises(td.ToolContractError):
@@ -2642,7 +2752,9 @@ class ToolContractTests(DispatcherCase):
             {}, {"name": "a-Z_9" + "x" * 59}, {"max_output_depth": 30}, {"max_output_bytes": 1, "timeout_ms": 1},
             {"effect": "write"}, {"output": {"echo": rule(str, equals_argument="value"), "secretary": rule(str)}},
             {"output": {"inner": rule(dict, fields={"deep": rule(str)})}, "max_output_depth": 2},
-            {"arguments": {"value": rule(float, minimum=0, maximum=0, enum=(0.0,))}},
+            {"arguments": {"value": rule(float, minimum=0, maximum=0, enum=(0.0,))}}, {"timeout_ms": 2**53 - 1},
+            {"arguments": {"value": rule(int, minimum=-(2**53 - 1), maximum=2**53 - 1)}},
+            {"arguments": {"value": rule(int)}, "output": {"echo": rule(float, equals_argument="value")}},
             {"arguments": {"value": rule(str), "password": rule(str)}},
         ]  # fmt: skip
         for change in works:
@@ -2671,6 +2783,11 @@ class ToolContractTests(DispatcherCase):
         extra = bind("own_tool", {"value": {"n": 1}, "is_admin": True}, call_id="call-3")
         self.dispatches(host, extra, "input", "INVALID_ARGUMENTS")
         self.dispatches(host, bind("late_tool", {"value": "x"}, call_id="call-4"), "registry", "UNKNOWN_TOOL")
+        member: list[Any] = [1]
+        host = Host([own_tool(arguments={"value": td.FieldRule(list, enum=[member])})])
+        member.append(2)
+        self.dispatches(host, own_call([1]), "record", "OK fresh")
+        self.dispatches(host, own_call([1, 2], call_id="call-2"), "input", "INVALID_ARGUMENTS")
 
 
 class CallIdentityTests(DispatcherCase):
@@ -2802,12 +2919,13 @@ class ApprovalTests(DispatcherCase):
         names = field_names(td.Approval)
         bad: list[Any] = [[REVIEWER], {REVIEWER}, {}, b"x", 1.5, float("nan"), 2**70, "\ud800", "", "x" * 300]
         for name in names:
-            for number, value in enumerate([*bad, Hostile(), object(), nested(5_000)]):
+            for number, value in enumerate([*bad, Hostile(), object(), nested(5_000), Impostor(), Untouchable()]):
                 with self.subTest(field=name, value=number):
                     self.assert_invalid(host, call, altered(valid, **{name: value}))
         alike = types.SimpleNamespace(**{name: getattr(valid, name) for name in names})
         as_dict = {name: getattr(valid, name) for name in names}
-        no_approvals = [None, True, "approved", REVIEWER, 7, (), [valid], alike, as_dict, Hostile()]
+        no_approvals: list[Any] = [None, True, "approved", REVIEWER, 7, (), [valid], alike, as_dict, Hostile()]
+        no_approvals += [Liar(), Impostor(), Untouchable(), half_built(td.Approval)]
         for number, value in enumerate(no_approvals):
             with self.subTest(no_approval=number):
                 self.assert_invalid(host, call, value)
@@ -3000,6 +3118,7 @@ class IdempotencyTests(DispatcherCase):
             (lambda result: None, td.MemoryLedger, violation),
             (lambda result: result.data, td.MemoryLedger, violation),
             (lambda result: result, BrokenLedger, ("record", "OUTCOME_UNKNOWN")),
+            (lambda result: result, MistakenLedger, ("record", "OUTCOME_UNKNOWN")),
             (raising(td.NotStarted("RATE_LIMIT")), BrokenLedger, ("handler", "OUTCOME_UNKNOWN")),
         ]
         for number, (after, new_ledger, end) in enumerate(table):
@@ -3010,6 +3129,7 @@ class IdempotencyTests(DispatcherCase):
                 if isinstance(end, tuple):
                     first = self.dispatches(host, write_call(), *end)
                     self.assertEqual(status_ref(first), ledger.find(SCOPE).status_ref)
+                    self.assertNotIn("DRAFT", json.dumps(first))
                 else:
                     with self.assertRaises(end):
                         host.dispatch(write_call())
@@ -3070,6 +3190,24 @@ class IdempotencyTests(DispatcherCase):
             for _ in range(2):
                 self.dispatches(restarted, write_call(), "handler", "RATE_LIMIT")
         self.assertEqual(len(tokens), 6)
+        # Two fresh dispatchers, one ledger, one provider call delivered to both: the other one comes and goes between.
+        shop, ledger = td.MockShop(), td.MemoryLedger()
+        other_host = rewired(shop, ledger=ledger)
+
+        def redelivered(principal: Any, arguments: Any) -> bool:
+            shop.inject("rate_limit")
+            self.dispatches(other_host, write_call(), "handler", "RATE_LIMIT")
+            released: Any = ledger.find(SCOPE)
+            self.assertEqual((released.state, shop.side_effect_count), ("not_started", 0))
+            return True
+
+        mine = self.dispatches(
+            rewired(shop, ledger=ledger, business_rule=redelivered), write_call(), "record", "OK fresh"
+        )
+        replayed = self.dispatches(other_host, write_call(), "idempotency", "OK local_replay", approvals=())
+        settled: Any = ledger.find(SCOPE)
+        self.assertEqual((settled.state, settled.result.data), ("succeeded", DRAFT))
+        self.assertEqual((data_of(mine), data_of(replayed), shop.side_effect_count), (DRAFT, DRAFT, 1))
         for failure, code in (
             ("timeout_before_execute", "TIMEOUT_BEFORE_EXECUTE"),
             ("rate_limit", "RATE_LIMIT"),
@@ -3116,6 +3254,13 @@ class IdempotencyTests(DispatcherCase):
                 Host([own_tool(handler=failing(interrupt))]).dispatch(own_call())
         broken = own_tool(handler=lambda invocation: own_result(data={"done": 1}))
         self.dispatches(Host([broken]), own_call(), "output", "OUTPUT_CONTRACT_VIOLATION")
+        logger = logging.getLogger("tool_dispatcher")
+        logger.addFilter(refuses_everything)
+        self.addCleanup(logger.removeFilter, refuses_everything)
+        host = Host()
+        host.shop.inject("rate_limit")
+        self.dispatches(host, write_call(), "handler", "RATE_LIMIT")
+        self.dispatches(host, write_call(call_id="retry"), "record", "OK fresh")
 
     def test_the_order_must_be_paid_at_the_gate_and_at_the_commit(self) -> None:
         for status in ("refunded", "pending"):
@@ -3463,6 +3608,7 @@ class StatusQueryTests(DispatcherCase):
             lambda receipt: receipt.result,
             lambda receipt: {"status_ref": receipt.status_ref},
             lambda receipt: True,
+            lambda receipt: half_built(td.Receipt),
             result(producer_revision="refunds-mock-v3"),
             result(receipt_id=None),
             result(receipt_id=""),
@@ -3579,12 +3725,15 @@ class HandlerOutputTests(unittest.TestCase):
         self.addCleanup(coroutine.close)
         receipt = td.Receipt(NO_REFERENCE, "0" * 64, good)
         wrong: list[Any] = [None, {}, fields, good.data, [good], (good,), "ok", td.HandlerResult, receipt, coroutine]
-        wrong.append(Lookalike(**fields))
+        wrong += [Lookalike(**fields), half_built(td.HandlerResult)]
         for result in wrong:
             with self.subTest(result=type(result).__name__):
                 self.assert_refused(td.validate_handler_result(probe(FREE), probe_call(), result))
                 package = Host([probe(FREE, lambda invocation, result=result: result)]).dispatch(probe_call())
                 self.assertEqual(verdict(package), VIOLATION)
+        for name, spec in malformed_specs(probe(FREE)).items():
+            with self.subTest(spec=name):
+                self.assert_refused(td.validate_handler_result(spec, probe_call(), good))
 
     def test_producer_revision_and_identifiers_are_the_declared_and_bounded_ones(self) -> None:
         spec, call = probe(FREE), probe_call()
@@ -3709,6 +3858,10 @@ class HandlerOutputTests(unittest.TestCase):
             for value in bad:
                 with self.subTest(field=field, bad=value):
                     self.assert_refused(output_errors({"value": value}, {"value": field}))
+        # A text that is too long spares the pattern, which could take forever.
+        too_long = output_errors({"value": "bbbb"}, {"value": rule(str, max_length=3, pattern="a+")})
+        self.assertEqual(len(too_long), 1)
+        self.assertIn("length", too_long[0])
 
     def test_a_bound_field_equals_the_input_argument_type_for_type(self) -> None:
         output = {"echo": td.FieldRule(float, equals_argument="n")}
@@ -3753,6 +3906,16 @@ class HandlerOutputTests(unittest.TestCase):
                 self.assertEqual(output_errors(data, max_output_bytes=size), [])
                 self.assertEqual(output_errors(data, max_output_bytes=size + 1), [])
                 self.assert_refused(output_errors(data, max_output_bytes=size - 1))
+        # What is too large is not looked into: its names and texts are not folded, its fields not compared.
+        for large in (
+            {"free": {"password": "\u0301" * 300}},
+            {"free": {"note": f"Bearer {TOKEN}" * 9}},
+            {"x" * 300: 1},
+        ):
+            with self.subTest(too_large=repr(large)[:40]):
+                too_large = output_errors(large, max_output_bytes=256)
+                self.assertEqual(len(too_large), 1)
+                self.assertIn("256 bytes", too_large[0])
         flat = {"n": td.FieldRule(int), "s": td.FieldRule(str)}
         self.assertEqual(output_errors({"n": 1, "s": "[[[{{{"}, flat, max_output_depth=1), [])
         inner: Any = {}
@@ -3786,6 +3949,8 @@ class HandlerOutputTests(unittest.TestCase):
                 "\u202epassword",
                 "sec\u200cret",
                 *("pass\ufe0fword", "pass\u3164word", "\u115fpassword"),  # variation selector, fillers: nothing to see
+                *("pass\uffa0word", "pass\u1160word"),
+                *("p\u0301assword", "\u1e55assword", "p\u0301a\u0308s\u0323sword", "api_ke\u0301y"),  # marks
             ),
             *("api\u00a0key", "api\u2011key", "pa\u017fsword", "api_\u212aey", "A\u200bPI\uff0d\u212aey"),
         ]
@@ -3818,6 +3983,12 @@ class HandlerOutputTests(unittest.TestCase):
             f"\uff22\uff45\uff41\uff52\uff45\uff52 {TOKEN}",
             f"Bea\u200brer {TOKEN}",
             f"Bearer\u00a0{TOKEN}",
+            *(f"Bearer{separator}{TOKEN}" for separator in ("\u2028", "\u2029", "\u0085", "\u1680")),
+            *(f"Basic{separator}dXNlcjpwYXNz" for separator in ("\u2028", "\u2029", "\u0085", "\u1680")),
+            "Bearer secret-token",
+            "Basic dXNlcjpwYXNz",
+            "Basic YTpi",
+            "token_Bearer eyJ123456",
             "Bearer sk-live-4f9a8b7c6d5e4f3a2b1c0d9e",
             "Basic dXNlcjpwYXNzd29yZA==",
             "basic dXNlcjpwYXNzd29yZA==",
@@ -3850,6 +4021,8 @@ class HandlerOutputTests(unittest.TestCase):
                 "Basic authentication",
                 "Basic English",
             ),
+            *("Basic JavaScript course", "basic PowerShell session", "basic internationalization", "bearer well-known"),
+            *("Basic 2024-2025 plan", "Basic input/output"),
             *("-----BEGIN CERTIFICATE-----", "-----BEGIN PUBLIC KEY-----", "a private key", "secretary", "tokenizer"),
         ]
         for text in harmless:
@@ -3861,23 +4034,26 @@ class HandlerOutputTests(unittest.TestCase):
         original = json.loads(json.dumps(kept))
 
         def spoil() -> None:
+            for name in ("resource_revision", "request_id", "receipt_id"):
+                object.__setattr__(returned, name, "later")
             kept["free"]["authorization"] = f"Bearer {TOKEN}"
             kept["free"]["list"].append("later")
             kept["extra"] = True
 
         class Spoiling(td.MemoryLedger):
-            """A ledger that takes its time: the handler's dict changes between validation and record."""
+            """A ledger that takes its time: what the handler returned changes between validation and record."""
 
             def complete(self, record: td.OperationRecord, result: td.HandlerResult) -> td.OperationRecord:
                 spoil()
                 return super().complete(record, result)
 
-        spec = probe(FREE, lambda invocation: own_result(data=kept), effect="write")
-        host = Host([spec], ledger=Spoiling())
+        returned = own_result(data=kept)
+        host = Host([probe(FREE, lambda invocation: returned, effect="write")], ledger=Spoiling())
         first: Any = host.dispatch(probe_call(idempotency_key="key-1"))
         self.assertIn("extra", kept)  # the attack took place
         self.assertEqual(verdict(first), ("OK", "committed", "fresh"))
         self.assertEqual(first["model_result"]["data"], original)
+        self.assertNotIn("later", json.dumps(first))
         self.assertIs(type(first["model_result"]["data"]["free"]["list"][1]), float)
         shown = json.dumps(first)
         spoil()
@@ -3888,6 +4064,7 @@ class HandlerOutputTests(unittest.TestCase):
         for package in again:
             self.assertEqual(verdict(package), ("OK", "committed", "local_replay"))
             self.assertEqual(package["model_result"]["data"], original)
+            self.assertNotIn("later", json.dumps(package))
             package["model_result"]["data"]["free"].clear()
 
         read = {"free": {"list": [1]}}
@@ -4100,6 +4277,11 @@ class ResultContractTests(unittest.TestCase):
                     del at(missing, path)[name]
                     with self.subTest(kind, missing=(*path, name)):
                         self.refused(sample, missing if "binding" in (*path, name) else resealed(sample, missing))
+            named: Any = {
+                Impostor() if name == "model_result" else name: sample.package[name] for name in sample.package
+            }
+            with self.subTest(kind, key="equal to model_result"):
+                self.refused(sample, named)
 
     def test_no_field_takes_a_value_of_another_type_or_an_equal_one_and_nothing_raises(self) -> None:
         near: dict[type, list[Callable[[Any], Any]]] = {
@@ -4344,6 +4526,11 @@ class ResultContractTests(unittest.TestCase):
                 self.assertNotEqual(td.validate_result(value, sample.call, WRITE_SPEC, sample.package), [])
                 self.assertNotEqual(td.validate_result(USER, value, WRITE_SPEC, sample.package), [])
                 self.assertNotEqual(td.validate_result(USER, sample.call, value, sample.package), [])
+        self.assertNotEqual(td.validate_result(half_built(td.Principal), sample.call, WRITE_SPEC, sample.package), [])
+        self.assertNotEqual(td.validate_result(USER, half_built(td.ToolCall), WRITE_SPEC, sample.package), [])
+        for name, spec in malformed_specs(WRITE_SPEC).items():
+            with self.subTest("trusted side", spec=name):
+                self.refused(sample._replace(spec=spec), sample.package)
 
     def test_success_package_builds_only_what_can_be(self) -> None:
         def build(result: Any = None, **changes: Any) -> Any:
@@ -4389,6 +4576,9 @@ class ResultContractTests(unittest.TestCase):
         for label, (result, changes) in table.items():
             with self.subTest(label):
                 self.assertRaises(td.ResultContractError, build, result, **changes)
+        for label, spec in malformed_specs(WRITE_SPEC).items():
+            with self.subTest(malformed=label):
+                self.assertRaises(td.ResultContractError, build, spec=spec)
         result = draft_result()
         package = build(result)
         result.data["draft_id"] = "DRAFT-9"
@@ -4554,6 +4744,7 @@ class ResultSetTests(unittest.TestCase):
                     broken = edited(package, f"protected_audit.provider_context.{name}", value)
                     self.assertNotEqual(self.errors([*self.packages[1:], broken]), [])
                 self.assertNotEqual(self.errors(value), [])
+                self.assertNotEqual(td.validate_result_set(USER, value, self.registry, self.packages), [])
                 self.assertNotEqual(self.errors(self.packages, [*self.calls, value]), [])
                 self.assertNotEqual(td.validate_result_set(value, self.calls, self.registry, self.packages), [])
 
@@ -4699,6 +4890,10 @@ class ProviderAdapterTests(unittest.TestCase):
             for provider, adapter in ADAPTERS.items():
                 if provider != profile["provider"]:
                     self.assertRaises(td.ResultContractError, self.send, adapter, sample)
+            for label, spec in malformed_specs(WRITE_SPEC).items():
+                for adapter in (own, td.to_provider_payload):
+                    with self.subTest(provider=profile["provider"], spec=label):
+                        self.assertRaises(td.ResultContractError, self.send, adapter, sample._replace(spec=spec))
             for label, value in hostile_values().items():
                 with self.subTest("trusted side", value=label):
                     self.assertRaises(td.ResultContractError, own, value, sample.call, WRITE_SPEC, sample.package)
@@ -4721,6 +4916,26 @@ class ProviderAdapterTests(unittest.TestCase):
                     payload.clear()
                     self.assertEqual(sample.package, before)
                     self.assertEqual(check(sample), [])
+        # The package may change under way, at whatever moment: what comes out is what was validated, or nothing.
+        sample, answers = read_sample(), set()
+        self.addCleanup(sys.setprofile, sys.getprofile())
+        for chosen in itertools.count():
+            package, moments = copy.deepcopy(sample.package), itertools.count()
+
+            def change(*_: Any, package: Any = package, moments: Any = moments, chosen: int = chosen) -> None:
+                if next(moments) == chosen:
+                    package["model_result"]["data"]["status"] = "refunded"
+
+            try:
+                sys.setprofile(change)
+                answers.add(self.send(td.to_openai_responses, sample, package)["output"])
+            except td.ResultContractError:
+                answers.add("refused")
+            finally:
+                sys.setprofile(None)
+            if package == sample.package:
+                break  # it was over before that moment
+        self.assertEqual(answers, {READ_TEXT, "refused"})
 
 
 # --------------------------------------------------------------------------------------------------
@@ -4859,6 +5074,7 @@ class CommandLineTests(FolderCase):
             "unknown format": ["--format", f"SECRET{control}"],
             "value for a switch": ["--explain=SECRET"],
             "missing file": ["--fixture", str(self.folder / "SECRET.json")],
+            "empty path": ["--fixture", ""],
             "unknown case": ["--case", f"SECRET{control}"],
             "4,096 levels": fixture(b"[" * 4_096 + b"]" * 4_096, "deep.json"),
             "UTF-16": fixture(json.dumps(legal).encode("utf-16"), "utf16.json"),
@@ -4886,6 +5102,12 @@ class CommandLineTests(FolderCase):
                     self.assertNotIn("SECRET", err)
                 for text in said.get(name, []):
                     self.assertIn(text, err)
+        with self.subTest("no stderr to say it on"):
+            self.assertEqual(codes_without_stderr(DISPATCHER, td.main, *attacks["missing file"]), {2})
+        with self.subTest("no stdout to report on"), contextlib.redirect_stderr(io.StringIO()) as said_why:
+            with mock.patch.object(sys, "stdout", None):
+                self.assertEqual(td.main(["--case", "own-order"]), 2)
+            self.assertTrue(said_why.getvalue().startswith("error: "))
 
     def test_a_reader_that_closes_early_sees_no_traceback(self) -> None:
         def read(mode: str, lines: int, *arguments: str) -> bytes:
@@ -5184,6 +5406,8 @@ class ContractGuardTests(FolderCase):
                 for private in (folder, "cret", "calls.jsonl", "Traceback"):
                     self.assertNotIn(private, error)
         self.assertEqual(calls.read_bytes(), bad)  # no refused run emptied the input
+        with self.subTest("no stderr to say it on"):
+            self.assertEqual(codes_without_stderr(GUARD, guard.main, "--calls", folder), {2})
         with self.subTest("the input as standard input and as file of rejects"), calls.open("rb") as source:
             stdin = io.TextIOWrapper(source)
             with mock.patch.object(sys, "stdin", stdin):
