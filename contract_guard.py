@@ -208,7 +208,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             return 1  # what nobody read is not a pass
         message = error.strerror or "cannot read or write"  # str(error) would show the path
     if sys.stderr is not None:
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError, ValueError):
             print(f"error: {message}", file=sys.stderr)
     return 2
 

@@ -1093,14 +1093,15 @@ _FOLDED_SENSITIVE: Final = frozenset(name.replace("_", "") for name in SENSITIVE
 _SEPARATORS: Final = re.compile(r"[\W_]+")
 # "Bearer" with a token-shaped word (a digit, a joint, a step from lower to upper case, or 20 characters in it), or a
 # PEM private key. "bearer of news" is neither.
+_BETWEEN: Final = r"""[\s\x85\u1680\u2028\u2029:="']++"""  # a scheme and its word
 _CREDENTIAL: Final = re.compile(
-    r"""(?ax) (?<![A-Za-z0-9]) (?i:bearer) [\s\x85\u1680\u2028\u2029:="']++
-            (?: (?= [\w.~+/=-]{6} ) [\w.~+/=-]*? (?: [\d_~+=] | [a-z][A-Z] ) | [\w~+=-]{20} )
-      | (?<![A-Za-z0-9]) (?: Bearer | BEARER ) [\s:="']++ (?= [\w.~+/=-]{6} ) [\w.~+/=-]*? \w[.-]\w
+    rf"""(?ax) (?<![A-Za-z0-9]) (?i:bearer) {_BETWEEN}
+            (?: (?= [\w.~+/=-]{{6}} ) [\w.~+/=-]*? (?: [\d_~+=] | [a-z][A-Z] ) | [\w~+=-]{{20}} )
+      | (?<![A-Za-z0-9]) (?: Bearer | BEARER ) {_BETWEEN} (?= [\w.~+/=-]{{6}} ) [\w.~+/=-]*? \w[.-]\w
       | (?i: -----BEGIN\ [A-Z0-9\ ]*PRIVATE\ KEY )"""
 )
 # "Basic" with a word; whether that is a credential, `_is_basic_credential` says. "Basic training" is none.
-_BASIC: Final = re.compile(r"""(?ai)(?<![a-z0-9])basic[\s\x85\u1680\u2028\u2029:="']++([\w+/-]{4,}+)(={0,2})""")
+_BASIC: Final = re.compile(rf"(?ai)(?<![a-z0-9])basic{_BETWEEN}([\w+/-]{{4,}}+)(={{0,2}})")
 # What Unicode calls default ignorable: nothing is shown for it, so it could split a name without a trace.
 _INVISIBLE: Final = re.compile(
     "[\u00ad\u034f\u061c\u115f\u1160\u17b4\u17b5\u180b-\u180f\u200b-\u200f\u202a-\u202e\u2060-\u206f\u3164"
@@ -1198,6 +1199,8 @@ def validate_handler_result(spec: ToolSpec, call: ToolCall, result: object) -> l
         arguments = call.arguments
     except ContractError as error:
         return [str(error)]
+    except AttributeError:  # made without its `__init__`
+        return ["call: wanted a ToolCall with all its fields"]
     return _checked_output(spec, arguments, result)[1]
 
 
@@ -1940,7 +1943,7 @@ def validate_result_set(
 
     Linear in the number of calls; never raises for anything in `packages`.
     """
-    if type(packages) not in (list, tuple) or type(calls) not in (list, tuple):
+    if not all(type(given) is list or type(given) is tuple for given in (calls, packages)):
         return ["calls, packages: wanted a list or tuple of each"]
     errors: list[str] = []
     open_calls: dict[_CallKey, tuple[int, ToolCall]] = {}
@@ -2234,13 +2237,10 @@ def _dispatch_extras(approvals: object, deadline: object) -> tuple[Approval, ...
     """What `dispatch` alone takes from its host: part of gate 1. Each approval is looked at by gate 9."""
     if deadline is not None and not _is_time(deadline):
         raise HostContextError(f"deadline: wanted None or an int of seconds from 0 to {MAX_PORTABLE_UNIX_SECONDS}")
-    kind = type(approvals)
-    if not issubclass(kind, Sequence) or issubclass(kind, str | bytes | bytearray):
-        raise HostContextError("approvals: wanted a sequence of Approval")
-    try:
-        return tuple(cast("Sequence[Approval]", approvals))
-    except Exception:  # whatever a strange sequence does when it is read
-        raise HostContextError("approvals: wanted a sequence of Approval that can be read") from None
+    with suppress(Exception):  # whatever a strange sequence does when it is read
+        if issubclass(type(approvals), Sequence) and not issubclass(type(approvals), str | bytes | bytearray):
+            return tuple(cast("Sequence[Approval]", approvals))
+    raise HostContextError("approvals: wanted a sequence of Approval")
 
 
 def _check_references(status_ref: object, expected_request_sha256: object) -> None:
@@ -2639,12 +2639,11 @@ _ADAPTERS: Final = MappingProxyType(
 
 def to_provider_payload(principal: Principal, call: ToolCall, spec: ToolSpec | None, package: object) -> dict[str, Any]:
     """The payload that fits `call.context.provider`; `ResultContractError` as in the adapter it chooses."""
-    if type(call) is not ToolCall or type(call.context) is not ExecutionContext:
-        raise ResultContractError("call: wanted a ToolCall with an ExecutionContext")
-    adapter = _ADAPTERS.get(call.context.provider) if _is_identifier(call.context.provider) else None
-    if adapter is None:
-        raise ResultContractError("call: wanted a provider of PROVIDER_PROFILES")
-    return adapter(principal, call, spec, package)
+    try:
+        _check_host(principal, call)
+    except HostContextError as error:
+        raise ResultContractError(str(error)) from None
+    return _ADAPTERS[call.context.provider](principal, call, spec, package)
 
 
 def _for_model(
@@ -3301,7 +3300,7 @@ def _print(text: str, verdict: int) -> int:
 
 def _fail(message: str) -> int:
     if sys.stderr is not None:
-        with suppress(OSError):
+        with suppress(OSError, ValueError):
             print(_ascii(message), file=sys.stderr)
     return 2
 
