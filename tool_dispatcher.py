@@ -75,7 +75,7 @@ __all__ = [
 # fmt: on
 
 
-# ==== 1. Contract names and limits (§2, §11) ========================================================================
+# ==== 1. Contract names and limits (§2, §11) ==========================================================================
 
 FIXTURE_SCHEMA_VERSION: Final = "tool-cases-v2"
 MODEL_RESULT_SCHEMA_VERSION: Final = "tool-model-result-v2"
@@ -204,7 +204,7 @@ _WRITE_ONLY_CODES: Final = frozenset(
 )
 
 
-# ==== 2. Errors (§3) ===========================================================================================
+# ==== 2. Errors (§3) ==================================================================================================
 
 
 class ContractError(ValueError):
@@ -269,7 +269,7 @@ def _member(key: str) -> str:
     return f".{key}" if _PLAIN_MEMBER.fullmatch(key) else f"[{_quoted(key)}]"
 
 
-# ==== 3. Portable JSON (§3) ====================================================================================
+# ==== 3. Portable JSON (§3) ===========================================================================================
 
 JsonValue: TypeAlias = "bool | int | float | str | list[JsonValue] | dict[str, JsonValue] | None"
 JsonObject: TypeAlias = dict[str, JsonValue]
@@ -583,7 +583,7 @@ def _exact_fields(value: object, names: Set[str], path: str, errors: list[str]) 
     return False
 
 
-# ==== 4. Principal, proposal, context, binding (§4) ============================================================
+# ==== 4. Principal, proposal, context, binding (§4) ===================================================================
 
 
 def _is_identifier(value: object) -> bool:
@@ -754,7 +754,7 @@ def _check_host_values(principal: Principal, call: ToolCall) -> None:
         raise HostContextError(wrong)
 
 
-# ==== 5. Tool contracts (§5) ===================================================================================
+# ==== 5. Tool contracts (§5) ==========================================================================================
 
 
 def _freeze(owner: object, name: str) -> None:
@@ -1257,7 +1257,7 @@ def _checked_output(spec: ToolSpec, arguments: JsonObject | None, result: object
     return (None, _bounded(errors)) if errors else (_Checked(result, data, text, plain), errors)
 
 
-# ==== 6. Digests (§12) =========================================================================================
+# ==== 6. Digests (§12) ================================================================================================
 #
 # Three digests tie a package together: the request digest says "same business intent", the result digest "this is
 # what the model was shown", the call binding "for this call, by this contract, with this evidence". The others serve
@@ -1408,7 +1408,7 @@ def _loosely_asked(principal: Principal, call: ToolCall, spec: ToolSpec | None) 
 
 
 def result_digest(model_result: Mapping[str, object]) -> str:
-    """Exactly what the model is shown; `PortableJsonError` for what is no portable object."""
+    """Exactly what the model is shown; `PortableJsonError` for what is not portable."""
     return digest(model_result)
 
 
@@ -1461,7 +1461,7 @@ _STATUS_REF: Final = re.compile(r"status_[0-9a-f]{32}")
 _SHA256: Final = re.compile(r"[0-9a-f]{64}")
 
 
-# ==== 7. Approval (§8) =========================================================================================
+# ==== 7. Approval (§8) ================================================================================================
 
 
 @dataclass(frozen=True, slots=True)
@@ -1498,7 +1498,8 @@ def grant_approval(
 ) -> Approval:
     """Record that `approver_id` said yes to this call at `now`, for 1 to `APPROVAL_TTL_SECONDS` seconds.
 
-    `HostContextError` on malformed values. Whether the approver may approve is decided when the approval is used.
+    `HostContextError` on malformed values, `ToolContractError` on a spec that cannot work. Whether the approver may
+    approve is decided when the approval is used.
     """
     validate_host_context(principal, call, now=now)
     _check_spec(spec)
@@ -1562,7 +1563,7 @@ def _approval_holds(approval: object, asked: _Asked, approvers: frozenset[str], 
     return all(map(_same, given, wanted))
 
 
-# ==== 8. Result package and its check (§11, §13) ============================================================
+# ==== 8. Result package and its check (§11, §13) ======================================================================
 
 
 class ErrorBody(TypedDict):
@@ -1992,7 +1993,7 @@ def _call_key(package: object, where: str, errors: list[str]) -> _CallKey | None
     return None
 
 
-# ==== 9. Ledger (§9) ===========================================================================================
+# ==== 9. Ledger (§9) ==================================================================================================
 
 CallIdentity: TypeAlias = tuple[str, str, str, str, str, str]  # tenant, subject, provider, api_family, response, call
 
@@ -2132,7 +2133,7 @@ class MemoryLedger:
             return forgotten
 
 
-# ==== 10. Dispatcher (§7, §10) ==============================================================================
+# ==== 10. Dispatcher (§7, §10) ========================================================================================
 
 Trace: TypeAlias = list[tuple[str, str]]
 
@@ -2588,7 +2589,7 @@ def _log_raised(tool: str) -> None:
         logger.warning("the handler of %s raised", tool, exc_info=True)
 
 
-# ==== 11. Provider adapters (§14) ==============================================================================
+# ==== 11. Provider adapters (§14) =====================================================================================
 
 
 def to_openai_responses(principal: Principal, call: ToolCall, spec: ToolSpec | None, package: object) -> dict[str, Any]:
@@ -2658,7 +2659,7 @@ def _for_model(
     return rebuilt.text, rebuilt.package["model_result"]["status"]
 
 
-# ==== 12. Mock shop (§6) =======================================================================================
+# ==== 12. Mock shop (§6) ==============================================================================================
 
 
 _MOCK_APPROVER: Final = "human-reviewer-1"
@@ -2821,7 +2822,7 @@ def mock_dispatcher(shop: MockShop) -> Dispatcher:
     return Dispatcher(shop.tools(), approvers={_MOCK_APPROVER})
 
 
-# ==== 13. Fixture (§15) ========================================================================================
+# ==== 13. Fixture (§15) ===============================================================================================
 
 _Check: TypeAlias = tuple[Callable[[Any], bool], str]  # whether a value is right, and what was wanted
 _Table: TypeAlias = Mapping[str, _Check]  # the fields of one object of the format, and what each must be
@@ -3190,7 +3191,7 @@ def _step_report(step: dict[str, Any], package: ResultPackage, side_effects: int
     }
 
 
-# ==== 14. Command line (§17) ===================================================================================
+# ==== 14. Command line (§17) ==========================================================================================
 
 _USAGE: Final = """\
 error: unknown or incomplete argument; usage:
