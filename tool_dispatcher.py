@@ -1663,7 +1663,7 @@ def success_package(
         raise ResultContractError("spec: wanted a ToolSpec; a tool that is not registered has no success")
     checked, errors = _checked_output(spec, asked.arguments, result)
     if checked is not None:
-        errors += _impossible(asked, None, delivery, status_ref, result.receipt_id)
+        errors += _impossible(asked, None, delivery, status_ref, checked.result.receipt_id)
     if checked is None or errors:
         raise ResultContractError("; ".join(errors[:10]))
     return _success(asked, checked, delivery, status_ref).package
