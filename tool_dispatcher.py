@@ -2867,7 +2867,7 @@ _STEP_FIELDS: Final[_Table] = {
     "status_ref_from": _AN_IDENTIFIER_OR_NULL,
     "expected": _AN_OBJECT,
 }
-_PROPOSAL_FIELDS: Final[Mapping[str, _Check]] = MappingProxyType({"name": _AN_IDENTIFIER, "arguments": _AN_OBJECT})
+_PROPOSAL_FIELDS: Final[_Table] = {"name": _AN_IDENTIFIER, "arguments": _AN_OBJECT}
 _CONTEXT_FIELDS: Final[_Table] = {
     "provider": _AN_IDENTIFIER,
     "api_family": _AN_IDENTIFIER,
