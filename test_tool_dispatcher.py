@@ -27,6 +27,7 @@ import math
 import os
 import random
 import re
+import runpy
 import struct
 import subprocess
 import sys
@@ -783,9 +784,15 @@ def run_here(main: Callable[[list[str]], int], *arguments: str) -> tuple[int, st
 
 
 def codes_without_stderr(script: Path, main: Callable[[list[str]], int], *arguments: str) -> set[int]:
-    """The exit codes where stderr is closed and, on systems that have such a file, where it is always full."""
-    with contextlib.redirect_stdout(io.StringIO()), mock.patch.object(sys, "stderr", None):
-        codes = {main(list(arguments))}
+    """The exit codes where stderr is missing, closed and, on systems that have such a file, always full."""
+    codes: set[int] = set()
+    closed = io.StringIO()
+    closed.close()
+    for stderr in (None, closed):
+        with contextlib.redirect_stdout(io.StringIO()) as out, mock.patch.object(sys, "stderr", stderr):
+            codes.add(main(list(arguments)))
+        if out.getvalue():
+            raise AssertionError("said on stdout instead")
     if os.path.exists("/dev/full"):
         with open("/dev/full", "wb") as full:
             codes.add(subprocess.run(command_of(script, *arguments), stderr=full, timeout=60, check=False).returncode)
@@ -908,6 +915,17 @@ class FixtureTests(FolderCase):
         self.assertEqual(td.load_fixture(self.saved(legal + padding)), unknown_then_query())
         with self.assertRaisesRegex(td.FixtureError, "(?i)bytes|large|long|big"):
             td.load_fixture(self.saved(legal + padding + b" "))
+
+        class Pieces(io.FileIO):
+            """A file that is handed out in pieces."""
+
+            def read(self, size: int | None = -1, /) -> bytes:
+                return super().read(min(size or 0, 65_536))
+
+        exact, longer = self.saved(legal + padding, "exact.json"), self.saved(legal + padding + b" ", "longer.json")
+        with mock.patch("builtins.open", lambda path, *_, **__: Pieces(path)):
+            self.assertEqual(td.load_fixture(exact), unknown_then_query())
+            self.assertRaises(td.FixtureError, td.load_fixture, longer)
         # The bound is on bytes, not on characters.
         self.assertEqual(td.parse_json(('"' + "\u00e9" * 32_767 + '"').encode()), "\u00e9" * 32_767)
         self.refused_json(('"' + "\u00e9" * 32_768 + '"').encode(), "(?i)bytes|large|long|big")
@@ -936,6 +954,7 @@ class FixtureTests(FolderCase):
             "as many as fit": b"[" * 65_536,
             "refused before the decoder sees the broken end": b"[" * 33 + b"x",
             "after a string with an escaped quote": b'["\\"",' + b"[" * 33 + b"]" * 34,
+            "among strings that hold some": b'["[",' * 33 + b"1" + b"]" * 33,
         }.items():
             with self.subTest(name):
                 self.refused_json(raw, "(?i)nest|deep|depth|level")
@@ -943,6 +962,7 @@ class FixtureTests(FolderCase):
             "brackets in a string": b'["' + b"[{" * 100 + b'"]',
             "brackets after an escaped quote": b'["\\"' + b"[" * 100 + b'\\\\"]',
             "closed before the next one opens": b"[" + b"[[]]," * 500 + b"[]]",
+            "among strings that hold some": b'["[",' * 32 + b"1" + b"]" * 32,
         }.items():
             with self.subTest(name):
                 self.assertEqual(td.parse_json(raw), json.loads(raw))
@@ -954,6 +974,7 @@ class FixtureTests(FolderCase):
     def test_duplicate_keys_are_refused_at_every_level(self) -> None:
         for raw, path in (
             (b'{"a":1,"a":1}', "$.a"),
+            (b'{"a":1,"b":2,"b":3,"c":4}', "$.b"),
             (b'{"a":{"b":1,"c":2,"b":3}}', "$.a.b"),
             (b'[{"x":[{"a":null,"a":null}]}]', "$[0].x[0].a"),
             (b'{"a":1,"\\u0061":2}', "$.a"),
@@ -1050,6 +1071,8 @@ class FixtureTests(FolderCase):
             "a NUL after it": b"{}\x00",
             "a raw control character": b'"a\nb"',
             "a comment": b"/* */{}",
+            "a comma outside": b"1,2",
+            "closed and never opened": b"[]]",
             "cut short": b'{"a":',
         }.items():
             with self.subTest(name):
@@ -1057,6 +1080,10 @@ class FixtureTests(FolderCase):
                 with self.assertRaises(td.FixtureError):
                     td.load_fixture(self.saved(raw))
         self.assertEqual(td.parse_json(b'\r\n\t {"a":"\xc3\xa9"} \n'), {"a": "\u00e9"})
+        no_bytes: list[Any] = ["{}", bytearray(b"{}"), memoryview(b"{}"), io.BytesIO(b"{}"), None, 7, Hostile()]
+        for other in [*no_bytes, type("Bytes", (bytes,), {})(b"{}")]:
+            with self.subTest(type=type(other)):
+                self.refused_json(other, "bytes")
 
     # --- validate_fixture: fields and values ---
 
@@ -1076,6 +1103,15 @@ class FixtureTests(FolderCase):
                 with self.subTest(extra=key, path=path):
                     errors = self.assert_errors(edited(legal, path, at(legal, path) | {key: None}))
                     self.assertTrue(any(path in error for error in errors), errors)
+        # Nothing is concluded from what is missing.
+        profile = "$.cases[0].steps[2].execution_context"
+        alone = [("$", "cases"), ("$.cases[0]", "steps")]
+        for path, key in alone + [(profile, name) for name in ("provider", "api_family", "adapter_revision")]:
+            with self.subTest(missing_alone=key):
+                smaller = {name: value for name, value in at(legal, path).items() if name != key}
+                self.assertEqual(len(self.assert_errors(edited(legal, path, smaller), f"{path}.{key}")), 1)
+        case = {name: value for name, value in json_case(json_step("read")).items() if name != "id"}
+        self.assertEqual(len(self.assert_errors(json_fixture(case, case))), 2)
 
     def test_every_wrong_value_is_listed_with_its_path(self) -> None:
         wrong: dict[str, Any] = {
@@ -1112,6 +1148,7 @@ class FixtureTests(FolderCase):
             ("$.cases[0].steps[2].proposal.arguments", {}),
             ("$.cases[0].steps[2].now", 0),
             ("$.cases[0].steps[2].expected.data", {}),
+            ("$.cases[0].steps[2].expected.side_effect_count", 2**53 - 1),
         ]:
             with self.subTest(path=path, value=value):
                 self.assert_legal(edited(legal, path, value))
@@ -1151,6 +1188,7 @@ class FixtureTests(FolderCase):
             "$.cases[0].steps[1].expected.code": "FINE",
             "$.cases[0].steps[1].expected.side_effect_count": 2**53,
             "$.cases[0].steps[2].proposal.arguments.order_ref": 2**53,
+            "$.cases[0].steps[2].expected.data.status": 2**53,
             "$.cases[0].steps[2].proposal.name": " ",
             "$.cases[0].steps[2].execution_context.call_id": 7,
             "$.cases[0].steps[2].expected.side_effect_count": True,
@@ -1161,6 +1199,39 @@ class FixtureTests(FolderCase):
         for path in faults:
             with self.subTest(path=path):
                 self.assertTrue(mentions(errors, path), errors)
+        # What is beyond a limit is counted: 10 names of an object, 100 errors, 15 in the text of an exception.
+        wrong = [json_step(f"read-{number}", now=-1) for number in range(101)]
+        for count in (100, 101):
+            for name, cases in {
+                "steps": [json_case(*wrong[:count])],
+                "cases": [json_case(step, case_id=step["step_id"]) for step in wrong[:count]],
+            }.items():
+                with self.subTest(errors=count, of=name):
+                    errors = self.assert_errors(json_fixture(*cases))
+                    self.assertEqual((len(errors), "and 1 more" in errors[-1]), (count, count == 101))
+        for count in (10, 11):
+            with self.subTest(extra=count):
+                extra = {f"extra-{number}": None for number in range(count)}
+                errors = self.assert_errors(unknown_then_query() | extra)
+                self.assertEqual((len(errors), " 1 more" in errors[-1]), (count, count == 11))
+        for count in (15, 16):
+            with self.subTest(shown=count), self.assertRaises(td.FixtureError) as caught:
+                td.run_fixture(json_fixture(json_case(*wrong[:count])))
+            lines = str(caught.exception).splitlines()
+            self.assertEqual((len(lines), "and 1 more" in lines[-1]), (1 + count, count == 16))
+        # So is what is too long to show: 40 characters of a name, 300 of an error.
+        for key, shown in {
+            "x" * 40: f"$.{'x' * 40}: ",
+            "x" * 41: f"$['{'x' * 40}...']: ",
+            "x " * 20: f"$['{'x ' * 20}']: ",
+            "x " * 20 + "x": f"$['{'x ' * 20}...']: ",
+        }.items():
+            with self.subTest(key=key):
+                self.assertTrue(self.assert_errors(unknown_then_query() | {key: None})[0].startswith(shown))
+        for length in (300, 301):
+            with self.subTest(length=length):
+                text = str(td.PortableJsonError("x" * (length - 3)))
+                self.assertEqual((len(text) == length, " ... " in text), (length == 300, length == 301))
         # Wrong everywhere, with text that would take over a terminal or fill it.
         text = "\x1b]0;title\x07\r\n\u202e\x9b31m\x7f\ud800" + "A" * 60_000
         bad_step = dict.fromkeys(json_step("read"), text) | {text: text}
@@ -1199,6 +1270,14 @@ class FixtureTests(FolderCase):
             with self.subTest(roles=wrong[:3]):
                 errors = self.assert_errors(edited(legal, f"{case}.principal.roles", wrong))
                 self.assertTrue(any(f"{case}.principal.roles" in error for error in errors), errors)
+        self.assertEqual(
+            td.PROVIDER_PROFILES,
+            {
+                ("openai", "responses"): "openai-responses-v1",
+                ("anthropic", "messages"): "anthropic-messages-v1",
+                ("google", "interactions"): "gemini-interactions-v1",
+            },
+        )
         given = at(legal, f"{step}.execution_context")
         for profile in (
             {"provider": "anthropic"},
@@ -1290,6 +1369,10 @@ class FixtureTests(FolderCase):
         steps = [json_step(f"step-{index}") for index in range(257)]
         self.assert_passes(json_fixture(json_case(*steps[:256])))
         self.assert_errors(json_fixture(json_case(*steps)), "$.cases[0].steps")
+        # Each part may be right, and all of them together more than 65,536 values.
+        crowd = [json_case(*steps[:9], case_id=f"case-{index}") for index in range(256)]
+        self.assert_legal(json_fixture(*crowd[:8]))
+        self.assertEqual(len(self.assert_errors(json_fixture(*crowd))), 1)
 
     # --- load_fixture and run_fixture ---
 
@@ -1311,6 +1394,10 @@ class FixtureTests(FolderCase):
                 self.assertNotIn("secret", str(caught.exception))
                 self.assertNotIn(self.folder.name, str(caught.exception))
                 self.assertTrue(str(caught.exception).isprintable())
+        forbidden = mock.patch("builtins.open", side_effect=PermissionError(errno.EACCES, "no", "secret"))
+        with forbidden, self.assertRaises(td.FixtureIOError) as caught:
+            td.load_fixture("secret")
+        self.assertNotIn("secret", str(caught.exception))
         with self.assertRaises(td.FixtureError) as invalid:
             td.load_fixture(self.saved(b'{"cases": NaN}'))
         self.assertNotIn("fixture.json", str(invalid.exception))
@@ -1385,9 +1472,16 @@ class FixtureTests(FolderCase):
             td.run_fixture(fixture, case_ids=[])
         with self.assertRaises(td.FixtureError) as caught:
             td.run_fixture(fixture, case_ids=["first", "fourth\x1b[31m"])
-        for name in ("first", "second", "third"):
-            self.assertIn(name, str(caught.exception))
+        self.assertIn(": first, second, third", str(caught.exception))
         self.assertNotIn("\x1b", str(caught.exception))
+        with self.assertRaisesRegex(td.FixtureError, r"gr\\xf6\\xdfe"):  # as any console can show it
+            td.run_fixture(json_fixture(json_case(json_step("read"), case_id="gr\u00f6\u00dfe")), case_ids=["none"])
+        for count in (40, 41):
+            many = json_fixture(*(json_case(json_step("read"), case_id=f"case-{number:02}") for number in range(count)))
+            with self.subTest(known=count), self.assertRaises(td.FixtureError) as caught:
+                td.run_fixture(many, case_ids=["none"])
+            self.assertEqual(re.findall(r"case-\d\d", str(caught.exception))[-1], "case-39")
+            self.assertEqual(re.findall(r"\d+ more", str(caught.exception)), ["1 more"][: count - 40])
 
     def test_a_wrong_expectation_fails_with_the_mismatch_named(self) -> None:
         read, refused = json_step("read"), json_step("refused", "NOT_FOUND")
@@ -1467,6 +1561,7 @@ class FixtureTests(FolderCase):
             json_step("b", "NOT_FOUND", proposal=gone),
             json_step("c", "NOT_FOUND", proposal=foreign, profile=2),
             json_step("d", "UNKNOWN_TOOL", proposal={"name": "os.system", "arguments": {"command": "true"}}),
+            json_step("d-2", "UNKNOWN_TOOL", proposal={"name": "os.system", "arguments": {}}, approval="valid"),
             on_eight(json_step("e", "TOOL_ERROR", failure="tool_error")),
             on_eight(json_step("f", "TIMEOUT_BEFORE_EXECUTE", failure="timeout_before_execute")),
             on_eight(json_write("g", "IDEMPOTENCY_KEY_REQUIRED", key=None)),
@@ -1772,8 +1867,13 @@ class DigestTests(unittest.TestCase):
             with self.subTest(limit=label):
                 self.assertEqual(td.canonical_json(build(limit)), slow_canonical(build(limit)))
                 self.assertRaises(td.PortableJsonError, td.canonical_json, build(limit + 1))
+        longest = ["x" * 65_536] * 256  # 16,777,216 characters in one document; the contract bounds only each text
+        self.assertEqual(len(td.canonical_json(longest)), 256 * 65_539 + 1)
+        for more in ("x", {"x": 0}):
+            self.assertRaises(td.PortableJsonError, td.canonical_json, [*longest, more])
 
     def test_nodes_are_counted_with_repetition_so_shared_and_cyclic_containers_end(self) -> None:
+        self.assertEqual(td.MAX_JSON_NODES, 65_536)
         row = [0] * 1_023  # 1,024 values with the array itself
         within = [row] * 63 + [row[:-1]]  # 1 + 63 * 1,024 + 1,023 = 65,536
         self.assertEqual(td.canonical_json(within).count("0"), 64 * 1_023 - 1)
@@ -1814,15 +1914,22 @@ class DigestTests(unittest.TestCase):
                 return [value(depth - 1, ascii_only) for _ in members]
             return {text(narrow if ascii_only else wide): value(depth - 1, ascii_only) for _ in members}
 
+        with mock.patch.object(json.encoder, "c_make_encoder", None):  # as in an interpreter that has none
+            slower = runpy.run_path(str(DISPATCHER))["canonical_json"]
         for number in range(400):
             document = {"document": [value(4, number % 2 == 0) for _ in range(3)]}
             written = td.canonical_json(document)
             with self.subTest(number=number):
                 self.assertEqual(written, slow_canonical(document))
+                self.assertEqual(written, slower(document))
                 self.assertEqual(td.digest(document), sha256(written))
                 self.assertEqual(td.parse_json(written.encode()), document)
 
     def test_request_digest_covers_intent_and_contract_but_not_the_key(self) -> None:
+        for name in ("tenant_id", "subject_id"):
+            for strange in (2**60, "\ud800", ("tenant-a",), Hostile()):
+                nobody = altered(USER, **{name: strange})
+                self.assertRaises(td.PortableJsonError, td.request_digest, nobody, write_call(), WRITE_SPEC)
         write_preimage = (
             '{"arguments":{"order_ref":"ORDER-7","reason":"damaged"},"effect_revision":"create-refund-draft-v1",'
             '"input_schema_revision":"refund-draft-input-v1","output_schema_revision":"refund-draft-output-v2",'
@@ -2189,12 +2296,21 @@ class BrokenLedger(td.MemoryLedger):
 
 
 class MistakenLedger(td.MemoryLedger):
-    """Answers with what was recorded for another tenant."""
+    """Answers with what was recorded for an operation that differs by `changes`."""
+
+    def __init__(self, **changes: Any) -> None:
+        super().__init__()
+        self.changes = {"state": "succeeded", "result": draft_result(data=DRAFT | {"draft_id": "DRAFT-99"})} | changes
 
     def complete(self, record: td.OperationRecord, result: td.HandlerResult) -> td.OperationRecord:
-        theirs = draft_result(data=DRAFT | {"draft_id": "DRAFT-99"})
-        scope = ("tenant-b", *SCOPE[1:])
-        return dataclasses.replace(record, scope=scope, state="succeeded", result=theirs)
+        return dataclasses.replace(record, **self.changes)
+
+
+class CopyingLedger(td.MemoryLedger):
+    """Answers with a copy of what is recorded now, as one does that is read over a wire."""
+
+    def complete(self, record: td.OperationRecord, result: td.HandlerResult) -> td.OperationRecord:
+        return copy.deepcopy(super().complete(record, result))
 
 
 class DispatcherCase(unittest.TestCase):
@@ -2294,7 +2410,7 @@ class GateTests(DispatcherCase):
         good: dict[str, Any] = {"approvals": (), "now": NOW}
         texts: list[Any] = [None, "", "  ", "x" * 256, "line\nbreak", "\ud800", 7, True, ["x"], TextSubclass("user-1")]
         principals: list[Any] = [None, "user-1", {"tenant_id": "tenant-a", "subject_id": "user-1", "roles": ()}]
-        principals += [half_built(td.Principal)]
+        principals += [half_built(td.Principal), type("Other", (td.Principal,), {})("tenant-a", "user-1")]
         principals += [altered(USER, tenant_id=text) for text in texts]
         principals += [altered(USER, subject_id=text) for text in texts]
         many = tuple(f"role-{number:02}" for number in range(33))
@@ -2307,10 +2423,11 @@ class GateTests(DispatcherCase):
         times = (None, True, -1, 1.0, "0", 253_402_300_800, float("nan"))
         no_sequence: list[Any] = [None, "approval", b"approval", {1}, {}, 7, iter(()), host.approve(write_call())]
         unreadable = type("Unreadable", (collections.UserList,), {"__getitem__": refuses_everything})
-        no_sequence += [Liar(), unreadable([None])]
+        no_sequence += [Liar(), unreadable([None]), Untouchable(), Impostor()]
         table: list[tuple[Any, Any, dict[str, Any]]] = [(principal, read_call(), good) for principal in principals]
         table += [(USER, read_call(**change), good) for change in contexts]
         no_calls: list[Any] = [None, "get_order", td.ModelProposal("get_order", {}), {}, half_built(td.ToolCall)]
+        no_calls += [type("Other", (td.ToolCall,), {})(read_call().proposal, context())]
         no_contexts: list[Any] = [None, {}, USER, half_built(td.ExecutionContext)]
         no_calls += [altered(read_call(), context=other) for other in no_contexts]
         table += [(USER, call, good) for call in no_calls]
@@ -2323,7 +2440,7 @@ class GateTests(DispatcherCase):
             with self.subTest(position=position):
                 with self.assertRaises(td.HostContextError):
                     host.dispatcher.dispatch(principal, call, **options)
-                if not {"deadline", "trace"} & set(options) and options["approvals"] == ():
+                if not {"deadline", "trace"} & set(options) and options["approvals"] is good["approvals"]:
                     with self.assertRaises(td.HostContextError):
                         td.validate_host_context(principal, call, now=options["now"])
         asked: dict[str, Any] = {"status_ref": NO_REFERENCE, "expected_request_sha256": ZEROS, "now": NOW}
@@ -2341,6 +2458,8 @@ class GateTests(DispatcherCase):
         proposal = td.ModelProposal("get_order", {})
         pairs: list[Any] = [(None, context()), ("get_order", context()), (half_built(td.ModelProposal), context())]
         pairs += [(proposal, None), (proposal, half_built(td.ExecutionContext))]
+        pairs += [(types.SimpleNamespace(name="get_order", arguments={}), context())]
+        pairs += [(proposal, type("Other", (td.ExecutionContext,), {})(*dataclasses.astuple(context())))]
         for position, pair in enumerate(pairs):
             with self.subTest(pair=position), self.assertRaises(td.HostContextError):
                 td.bind_tool_call(*pair)
@@ -2567,6 +2686,13 @@ class ProposalTests(DispatcherCase):
         self.assertGreaterEqual(len(seen), 8)
         self.assertEqual([arguments for arguments in seen if arguments != original], [])
 
+        for kind in (
+            td.Principal, td.ModelProposal, td.ExecutionContext, td.ToolCall, td.FieldRule, td.ToolSpec,
+            td.HandlerResult, td.Receipt, td.Invocation, td.ReceiptQuery, td.Approval, td.OperationRecord,
+            td.ErrorPolicy,
+        ):  # fmt: skip
+            with self.subTest(frozen=kind.__name__), self.assertRaises(dataclasses.FrozenInstanceError):
+                setattr(half_built(kind), field_names(kind)[0], "changed")
         # Frozen is not out of reach for who holds the host's own values.
         theirs, mine = context(idempotency_key="key-1"), altered(USER)
         call = td.bind_tool_call(td.ModelProposal("own_tool", {"value": "text"}), theirs)
@@ -2593,6 +2719,7 @@ class ProposalTests(DispatcherCase):
 
         by_hand = td.ToolCall(td.ModelProposal("create_refund_draft", given), context(idempotency_key="key-1"))
         by_replacement = altered(write_call(reason="duplicate"), proposal=by_hand.proposal)
+        self.assertEqual(td.ToolCall(read_call().proposal, context()), read_call())
         for call in (by_hand, by_replacement):
             for callback in ("authorize", "business_rule"):
                 with self.subTest(bound=call is by_replacement, callback=callback):
@@ -2672,24 +2799,36 @@ class ToolContractTests(DispatcherCase):
             with self.subTest(arguments=arguments):
                 end = "OK fresh" if gate == "record" else "INVALID_ARGUMENTS"
                 self.dispatches(Host([own_tool(arguments=two)]), bind("own_tool", arguments), gate, end)
-        self.dispatches(Host([own_tool(arguments={})]), bind("own_tool", {}), "record", "OK fresh")
+        told: Any = []
+        nothing = own_tool(arguments={}, handler=lambda invocation: told.append(invocation.arguments) or own_result())
+        self.dispatches(Host([nothing]), bind("own_tool", {}), "record", "OK fresh")
+        self.assertEqual(told, [{}])
 
     def test_a_contract_that_cannot_work_is_refused_when_the_dispatcher_is_built(self) -> None:
         rule = td.FieldRule
         revisions = [field.name for field in dataclasses.fields(td.ToolSpec) if field.name.endswith("_revision")]
         self.assertEqual(len(revisions), 6)
+        by_position: list[tuple[Any, list[str]]] = [(rule, ["type"]), (td.ToolSpec, [])]
+        for made, names in by_position:
+            given = inspect.signature(made).parameters.values()
+            self.assertEqual([option.name for option in given if option.kind is not option.KEYWORD_ONLY], names)
         broken: list[dict[str, Any]] = [{"name": name} for name in ("", "a b", "a.b", "x" * 65, "tööl", "tool\n", None)]
         broken += [{name: text} for name in revisions for text in ("", "  ", "unregistered", None, "x" * 256)]
         broken += [{"source_label": text} for text in ("", "  ", None, "offline-dispatcher")]
-        broken += [{"effect": effect} for effect in ("delete", "", None, "READ", ["read"])]
+        no_effects: list[Any] = ["delete", "", None, "READ", ["read"], TextSubclass("read"), AlwaysEqual()]
+        broken += [{"effect": effect} for effect in no_effects]
+        broken += [{"description": text} for text in ("", "  ", None, 7)]
         limits = ("timeout_ms", "max_output_bytes", "max_output_depth")
         broken += [{limit: value} for limit in limits for value in (0, -1, None, True, 1.5, 2**53)]
         broken += [{"max_output_depth": 31}, {"business_rule": lambda principal, arguments: True}]
         broken += [{"find_receipt": lambda query: None}, {"handler": None}, {"authorize": None}]
         broken += [{"effect": "write", name: "no function"} for name in ("business_rule", "find_receipt")]
         no_rules: list[Any] = [None, [], {"value": str}, {"value": None}, {7: rule(str)}]
+        no_rules += [types.SimpleNamespace(items=lambda: [("value", rule(str))])]
+        no_rules += [{"value": type("Other", (rule,), {})(str)}]
         broken += [{name: rules} for name in ("arguments", "output") for rules in no_rules]
         fields: list[dict[str, Any]] = [
+            {"type": str, "enum": 7}, {"type": str, "nullable": 1}, {"type": str, "nullable": None},
             {"type": bytes}, {"type": "str"}, {"type": None}, {"type": str, "minimum": 1}, {"type": str, "maximum": 1},
             {"type": int, "min_length": 1}, {"type": int, "max_length": 1}, {"type": dict, "min_length": 1},
             {"type": int, "pattern": "1"}, {"type": list, "pattern": "1"}, {"type": str, "pattern": "("},
@@ -2726,13 +2865,20 @@ class ToolContractTests(DispatcherCase):
             broken.append({"output": {"list": rule(list, items=inner)}, "max_output_depth": 30})
         for deep in (rule(dict, fields={"deep": rule(str)}), rule(dict), rule(list)):
             broken.append({"output": {"inner": deep}, "max_output_depth": 1})
+            broken.append({"output": {"list": rule(list, items=deep)}, "max_output_depth": 2})
         for position, change in enumerate(broken):
             with self.subTest(position=position, change=repr(change)[:80]):
                 spec = own_tool(**change)
                 with self.assertRaises(td.ToolContractError):
                     td.Dispatcher([spec])
         no_registry: list[Any] = [[own_tool(), own_tool(effect="write")], [None], ["own_tool"], own_tool(), None]
-        for position, tools in enumerate([*no_registry, [half_built(td.ToolSpec)]]):
+        sound = own_tool()
+        td.Dispatcher([sound])
+        options = {name: getattr(sound, name) for name in inspect.signature(td.ToolSpec).parameters}
+        self.assertEqual(sound, td.ToolSpec(**options))
+        other = type("Other", (td.ToolSpec,), {})(**options)
+        no_registry += [[half_built(td.ToolSpec)], [other], [altered(sound, output=None)]]
+        for position, tools in enumerate(no_registry):
             with self.subTest(tools=position), self.assertRaises(td.ToolContractError):
                 td.Dispatcher(tools)
         endless = 10**5_000  # more digits than Python itself would show in an error
@@ -2752,8 +2898,12 @@ class ToolContractTests(DispatcherCase):
             {}, {"name": "a-Z_9" + "x" * 59}, {"max_output_depth": 30}, {"max_output_bytes": 1, "timeout_ms": 1},
             {"effect": "write"}, {"output": {"echo": rule(str, equals_argument="value"), "secretary": rule(str)}},
             {"output": {"inner": rule(dict, fields={"deep": rule(str)})}, "max_output_depth": 2},
+            {"output": {"inner": rule(dict, fields={"deep": rule(dict)})}, "max_output_depth": 3},
+            {"output": {"list": rule(list, items=rule(list, items=rule(str)))}, "max_output_depth": 3},
             {"arguments": {"value": rule(float, minimum=0, maximum=0, enum=(0.0,))}}, {"timeout_ms": 2**53 - 1},
             {"arguments": {"value": rule(int, minimum=-(2**53 - 1), maximum=2**53 - 1)}},
+            {"arguments": {"value": rule(str, min_length=0, max_length=0)}},
+            {"arguments": {"value": rule(list, min_length=2**53 - 1, max_length=2**53 - 1)}},
             {"arguments": {"value": rule(int)}, "output": {"echo": rule(float, equals_argument="value")}},
             {"arguments": {"value": rule(str), "password": rule(str)}},
         ]  # fmt: skip
@@ -2762,6 +2912,30 @@ class ToolContractTests(DispatcherCase):
                 td.Dispatcher([own_tool(**change)])
 
     def test_a_registry_and_its_contracts_are_read_only(self) -> None:
+        order_ref = td.FieldRule(str, min_length=1, max_length=64)
+        reason = td.FieldRule(str, enum=("duplicate", "damaged", "other"))
+        published: dict[str, dict[str, Any]] = {
+            "get_order": {
+                "effect": "read", "arguments": {"order_ref": order_ref}, "business_rule": None, "find_receipt": None,
+                "input_schema_revision": "get-order-input-v1", "output_schema_revision": "get-order-output-v2",
+                "effect_revision": "read-order-v1", "handler_revision": "get-order-handler-v2",
+                "producer_revision": "orders-mock-v2", "policy_revision": "get-order-policy-v1",
+                "source_label": "orders", "max_output_bytes": 256, "max_output_depth": 1, "timeout_ms": 500,
+            },
+            "create_refund_draft": {
+                "effect": "write", "arguments": {"order_ref": order_ref, "reason": reason},
+                "input_schema_revision": "refund-draft-input-v1", "output_schema_revision": "refund-draft-output-v2",
+                "effect_revision": "create-refund-draft-v1", "handler_revision": "refund-draft-handler-v2",
+                "producer_revision": "refunds-mock-v2", "policy_revision": "refund-draft-policy-v1",
+                "source_label": "refunds", "max_output_bytes": 384, "max_output_depth": 1, "timeout_ms": 800,
+            },
+        }  # fmt: skip
+        for spec in td.MockShop().tools():
+            with self.subTest(mock_tool=spec.name):
+                contract = published.pop(spec.name)
+                self.assertEqual({name: getattr(spec, name) for name in contract}, contract)
+                self.assertEqual(spec.output["order_ref"], altered(order_ref, equals_argument="order_ref"))
+        self.assertEqual(published, {})
         fields = {"n": td.FieldRule(int)}
         arguments = {"value": td.FieldRule(dict, fields=fields)}
         output = {"done": td.FieldRule(bool)}
@@ -2968,12 +3142,20 @@ class ApprovalTests(DispatcherCase):
         for expires_at in (NOW + 1, NOW + 59):
             with self.subTest(edited=expires_at):
                 self.assert_invalid(host, call, altered(host.approve(call), expires_at=expires_at))
+        # The same yes has the same id; another call, approver or expiry is another yes.
+        yes = [host.approve(call), host.approve(call), host.approve(write_call(call_id="call-2"))]
+        yes += [host.approve(call, approver_id="human-reviewer-2"), host.approve(call, ttl_seconds=59)]
+        self.assertEqual(yes[0], yes[1])
+        self.assertEqual(len({approval.approval_id for approval in yes}), 4)
         bad: list[dict[str, Any]] = [{"ttl_seconds": ttl} for ttl in (0, -1, 61, True, 1.5, "60", None)]
         bad += [{"approver_id": approver} for approver in ("", None, [REVIEWER], "\n")]
         bad += [{"now": now} for now in (True, -1, None, td.MAX_PORTABLE_UNIX_SECONDS)]
         for options in [*bad, {"principal": None}]:
             with self.subTest(refused=options), self.assertRaises(td.ContractError):
                 host.approve(call, **options)
+        for name, spec in (malformed_specs(WRITE_SPEC) | {"another tool": READ_SPEC, "none": None}).items():
+            with self.subTest(spec=name), self.assertRaises(td.ContractError):
+                td.grant_approval(USER, call, spec, approver_id=REVIEWER, now=NOW)
 
     def test_one_valid_approval_among_others_is_enough_and_none_at_all_is_told_apart(self) -> None:
         host, call = Host(), write_call()
@@ -3107,6 +3289,10 @@ class IdempotencyTests(DispatcherCase):
             return lambda result: altered(result, **changes)
 
         extra = DRAFT | {"status": "done"}
+        unknown = ("record", "OUTCOME_UNKNOWN")
+        others: list[dict[str, Any]] = [{"scope": ("tenant-b", *SCOPE[1:])}, {"status_ref": NO_REFERENCE}]
+        others += [{"request_sha256": ZEROS}, {"profile": operation().profile[::-1]}, {"state": "pending"}]
+        others += [{"revisions": operation().revisions}, {"state": "not_started"}]
         table: list[tuple[Any, Any, Any]] = [
             (raising(RuntimeError("lost")), td.MemoryLedger, ("handler", "OUTCOME_UNKNOWN")),
             (raising(td.HostContextError("lost")), td.MemoryLedger, ("handler", "OUTCOME_UNKNOWN")),
@@ -3117,8 +3303,9 @@ class IdempotencyTests(DispatcherCase):
             (returning(producer_revision="v9"), td.MemoryLedger, violation),
             (lambda result: None, td.MemoryLedger, violation),
             (lambda result: result.data, td.MemoryLedger, violation),
-            (lambda result: result, BrokenLedger, ("record", "OUTCOME_UNKNOWN")),
-            (lambda result: result, MistakenLedger, ("record", "OUTCOME_UNKNOWN")),
+            (lambda result: result, BrokenLedger, unknown),
+            *((lambda result: result, functools.partial(MistakenLedger, **other), unknown) for other in others),
+            (lambda result: result, functools.partial(MistakenLedger, result=None), ("record", violation[1])),
             (raising(td.NotStarted("RATE_LIMIT")), BrokenLedger, ("handler", "OUTCOME_UNKNOWN")),
         ]
         for number, (after, new_ledger, end) in enumerate(table):
@@ -3229,6 +3416,8 @@ class IdempotencyTests(DispatcherCase):
 
     def test_what_a_handler_raised_is_logged_for_the_host_and_never_packed(self) -> None:
         unknown: list[Any] = ["OK", "NOT_FOUND", "OUTCOME_UNKNOWN", "rate_limit", "", None, ["RATE_LIMIT"], {}, 7]
+        logger = logging.getLogger("tool_dispatcher")
+        before = list(logger.handlers)
         alike = type("AlsoNotStarted", (Exception,), {"code": "RATE_LIMIT"})
         failures: list[Exception] = [RuntimeError("card 4111 declined"), OSError(4111, "lost"), alike("card 4111")]
 
@@ -3254,7 +3443,11 @@ class IdempotencyTests(DispatcherCase):
                 Host([own_tool(handler=failing(interrupt))]).dispatch(own_call())
         broken = own_tool(handler=lambda invocation: own_result(data={"done": 1}))
         self.dispatches(Host([broken]), own_call(), "output", "OUTPUT_CONTRACT_VIOLATION")
-        logger = logging.getLogger("tool_dispatcher")
+        self.assertEqual(logger.handlers, before)
+        with mock.patch.object(logger, "handlers", []):
+            for _ in range(2):
+                Host([own_tool(handler=failing(RuntimeError("lost")))]).dispatch(own_call())
+            self.assertEqual([type(found) for found in logger.handlers], [logging.NullHandler])
         logger.addFilter(refuses_everything)
         self.addCleanup(logger.removeFilter, refuses_everything)
         host = Host()
@@ -3311,6 +3504,18 @@ class LedgerTests(DispatcherCase):
         run_together(lambda: self.dispatches(host, write_call(), "record", "OK fresh"))
         settled: Any = ledger.find(SCOPE)
         self.assertEqual((shop.side_effect_count, settled.state), (1, "succeeded"))
+        # A ledger that neither reserves nor says who holds the scope lets nothing run.
+        released = {"reserve": lambda self, record: altered(record, state="not_started", code="RATE_LIMIT")}
+        host = rewired(ledger=type("Released", (td.MemoryLedger,), released)())
+        self.dispatches(host, write_call(), "reservation", "OUTCOME_UNKNOWN")
+        self.assertEqual(host.shop.side_effect_count, 0)
+        # A read reserves nothing: it is told no key and no reference, whatever its context says.
+        told: Any = []
+        read = own_tool(handler=lambda invocation: told.append(invocation) or own_result())
+        call = own_call(idempotency_key="key-1")
+        self.dispatches(Host([read]), call, "record", "OK fresh")
+        request = td.request_digest(USER, call, read)
+        self.assertEqual(told, [td.Invocation(USER, {"value": "text"}, "op-1", None, None, request, 100, NOW)])
         for inner, failure, end in (
             (write_call(call_id="inner"), "none", "OK local_replay"),
             (write_call(call_id="inner"), "timeout_after_commit", "OUTCOME_UNKNOWN"),
@@ -3466,6 +3671,10 @@ class LedgerTests(DispatcherCase):
         self.assertEqual(answer["model_result"]["provenance"]["resource_revision"], "first-r1")
         again = self.dispatches(host, write_call(), "idempotency", "OK local_replay", approvals=())
         self.assertEqual(again["model_result"]["provenance"]["resource_revision"], "first-r1")
+        # The same result read back is this call's own; another one is not.
+        self.dispatches(rewired(ledger=CopyingLedger()), write_call(), "record", "OK fresh")
+        answer = self.dispatches(rewired(ledger=MistakenLedger()), write_call(), "record", "OK local_replay")
+        self.assertEqual(data_of(answer)["draft_id"], "DRAFT-99")
 
     def test_the_memory_ledger_keeps_to_its_protocol_and_forgets_only_when_told(self) -> None:
         ledger: Any = td.MemoryLedger()
@@ -3504,15 +3713,18 @@ class LedgerTests(DispatcherCase):
             ledger.complete(aged[number], own_result())
         ledger.release(aged[5], "RATE_LIMIT")
         ledger.forget(NOW)
+        self.assertIs(ledger.bind_call(identity, "b" * 64, now=NOW), False)
         kept = {number for number in (1, 2, 3, 4, 5) if ledger.find_by_status_ref(operation(number).status_ref)}
         self.assertEqual(kept, {1, 3, 4})
         self.assertIsNone(ledger.find(operation(2).scope))
         self.assertIsNone(ledger.reserve(operation(2)))
         ledger.forget(NOW + 1)
+        self.assertIs(ledger.bind_call(identity, "b" * 64, now=NOW), True)
         kept = {number for number in (1, 2, 3, 4, 5) if ledger.find_by_status_ref(operation(number).status_ref)}
         self.assertEqual(kept, {2, 4})
 
     def test_a_full_ledger_refuses_new_work_before_any_side_effect_and_still_answers_for_the_old(self) -> None:
+        self.assertEqual(td.MAX_LEDGER_ENTRIES, 100_000)
         with mock.patch.object(td, "MAX_LEDGER_ENTRIES", 3):
             ledger: Any = td.MemoryLedger()
             for number in range(3):
@@ -3523,6 +3735,8 @@ class LedgerTests(DispatcherCase):
             with self.assertRaises(td.LedgerCapacityError):
                 ledger.bind_call(("call-3",), "a", now=NOW)
             self.assertEqual(ledger.reserve(operation(0)), operation(0))
+            ledger.release(operation(0), "RATE_LIMIT")
+            self.assertIsNone(ledger.reserve(operation(0)))  # a key that is free again needs no new room
             self.assertTrue(ledger.bind_call(("call-0",), "a", now=NOW))
             self.assertFalse(ledger.bind_call(("call-0",), "b", now=NOW))
 
@@ -3589,6 +3803,14 @@ class StatusQueryTests(DispatcherCase):
                     self.assertEqual(status_ref(still), status_ref(unknown))
                 self.dispatches(host, write_call(), "idempotency", "OUTCOME_UNKNOWN")
                 self.assertEqual(host.shop.side_effect_count, 1)
+        # Nor does a record that was released with a code that proves nothing.
+        ledger = td.MemoryLedger()
+        host = rewired(ledger=ledger)
+        host.shop.inject("timeout_after_commit")
+        unknown = self.dispatches(host, write_call(), "handler", "OUTCOME_UNKNOWN")
+        held: Any = ledger.find(SCOPE)
+        ledger.release(held, "NO_SUCH_CODE")
+        self.asks(host, write_call(call_id="ask"), unknown, "record", "OUTCOME_UNKNOWN")
 
     def test_a_receipt_that_does_not_fit_the_operation_is_a_conflict(self) -> None:
         def result(**changes: Any) -> Callable[[td.Receipt], Any]:
@@ -3734,6 +3956,10 @@ class HandlerOutputTests(unittest.TestCase):
         for name, spec in malformed_specs(probe(FREE)).items():
             with self.subTest(spec=name):
                 self.assert_refused(td.validate_handler_result(spec, probe_call(), good))
+        no_calls: list[Any] = [half_built(td.ToolCall), altered(probe_call(), proposal=None), None]
+        for call in no_calls:
+            self.assert_refused(td.validate_handler_result(probe(FREE), call, good))
+        self.assert_refused(td.validate_handler_result(READ_SPEC, bind("get_order", 2**60), order_result()))
 
     def test_producer_revision_and_identifiers_are_the_declared_and_bounded_ones(self) -> None:
         spec, call = probe(FREE), probe_call()
@@ -3985,7 +4211,8 @@ class HandlerOutputTests(unittest.TestCase):
             f"Bearer\u00a0{TOKEN}",
             *(f"Bearer{separator}{TOKEN}" for separator in ("\u2028", "\u2029", "\u0085", "\u1680")),
             *(f"Basic{separator}dXNlcjpwYXNz" for separator in ("\u2028", "\u2029", "\u0085", "\u1680")),
-            "Bearer secret-token",
+            *(f"Bearer{separator}secret-token" for separator in " \u2028\u2029\u0085\u1680"),
+            *("Basic aB3dE6gH9jK2", "Basic YTpiY2Rl", "Basic YTpiY2RlZg", "Basic YTpiY2RlZmc", "Basic aGVsbG8="),
             "Basic dXNlcjpwYXNz",
             "Basic YTpi",
             "token_Bearer eyJ123456",
@@ -4023,6 +4250,9 @@ class HandlerOutputTests(unittest.TestCase):
             ),
             *("Basic JavaScript course", "basic PowerShell session", "basic internationalization", "bearer well-known"),
             *("Basic 2024-2025 plan", "Basic input/output"),
+            # Eleven characters; no digit; one case only. The rest decode to a text that is no `user:password`.
+            *("Basic PowerShell7 session", "Basic JavaScriptTutorial", "basic introduction2024"),
+            *("BASIC REQUIREMENTS2024", "Basic file access", "Basic Options", "Basic Once"),
             *("-----BEGIN CERTIFICATE-----", "-----BEGIN PUBLIC KEY-----", "a private key", "secretary", "tokenizer"),
         ]
         for text in harmless:
@@ -4595,6 +4825,11 @@ class ResultContractTests(unittest.TestCase):
         for code in strange:
             with self.subTest(code=type(code)):
                 self.assertRaises(td.ResultContractError, build, code)
+        keyed = read_call(idempotency_key="key-1")
+        request, scope = td.request_digest(USER, keyed, READ_SPEC), '["tenant-a","user-1","get_order","key-1"]'
+        its_own = "status_" + sha256(f'{{"request_sha256":"{request}","scope":{scope}}}')[:32]
+        scope = '["tenant-a","user-1","create_refund_draft",""]'
+        keyless = "status_" + sha256(f'{{"request_sha256":"{WRITE_REQUEST}","scope":{scope}}}')[:32]
         table: dict[str, tuple[Any, ...]] = {
             "unknown tool with a spec": ("UNKNOWN_TOOL",),
             "registered tool without a spec": ("NOT_FOUND", write_call(), None),
@@ -4608,6 +4843,8 @@ class ResultContractTests(unittest.TestCase):
             "malformed reference": ("OUTCOME_UNKNOWN", write_call(), WRITE_SPEC, "status_1"),
             "reference of another operation": ("OUTCOME_UNKNOWN", write_call(), WRITE_SPEC, "status_" + "0" * 32),
             "reference on a read": ("TOOL_ERROR", read_call(), READ_SPEC, STATUS_REF),
+            "reference on a read with a key": ("TOOL_ERROR", keyed, READ_SPEC, its_own),
+            "reference without a key": ("OUTCOME_UNKNOWN", write_call(idempotency_key=None), WRITE_SPEC, keyless),
         }
         for label, given in table.items():
             with self.subTest(label):
@@ -4684,6 +4921,7 @@ class ResultSetTests(unittest.TestCase):
         for _ in range(5):
             self.assertEqual(self.errors(source.sample(self.packages, 6)), [])
             self.assertEqual(self.errors(self.packages, source.sample(self.calls, 6)), [])
+        self.assertEqual(self.errors(tuple(self.packages), tuple(self.calls)), [])
         many = [error_sample("NOT_FOUND", read_call(call_id=f"call-{number}"), READ_SPEC) for number in range(500)]
         packages = [sample.package for sample in reversed(many)]
         calls = [sample.call for sample in many]
@@ -4720,7 +4958,8 @@ class ResultSetTests(unittest.TestCase):
     def test_calls_with_one_identity_and_packages_of_another_registry_are_errors(self) -> None:
         same = read_sample(call_id="read-1", operation_id="op-2")
         self.assertNotEqual(self.errors([*self.packages, same.package], [*self.calls, same.call]), [])
-        self.assertNotEqual(self.errors(self.packages, [*self.calls, self.calls[0]]), [])
+        twice = self.errors(self.packages, [*self.calls, self.calls[0]])
+        self.assertEqual(twice, ["calls[6]: the same provider call as calls[0]"])
         self.assertNotEqual(self.errors([*self.packages, self.packages[0]], [*self.calls, self.calls[0]]), [])
         # Built as if `get_order` were no tool: only the registry can tell.
         call = read_call()
@@ -4734,6 +4973,14 @@ class ResultSetTests(unittest.TestCase):
     def test_nothing_in_the_set_makes_it_raise(self) -> None:
         package = self.packages[0]
         del self.packages[2:], self.calls[2:]
+        unreadable = edited(package, "protected_audit.provider_context.call_id", "")
+        said = self.errors([unreadable, self.packages[1]])
+        self.assertEqual([error.split(":")[0] for error in said], ["packages[0]", "calls[0]"])  # each once
+        no_lists: list[Any] = [Impostor(), Untouchable(), Liar(), ListSubclass(self.packages), iter(self.packages)]
+        for number, given in enumerate(no_lists):
+            with self.subTest(no_list=number):
+                self.assertNotEqual(self.errors(given), [])
+                self.assertNotEqual(self.errors(self.packages, given), [])
         for label, value in hostile_values().items():
             with self.subTest(value=label):
                 self.assertNotEqual(self.errors([*self.packages[1:], value]), [])
@@ -4884,7 +5131,8 @@ class ProviderAdapterTests(unittest.TestCase):
             revised = sample._replace(call=write_call(**profile | {"adapter_revision": "other-v9"}))
             fitting = edited(sample.package, "protected_audit.provider_context.adapter_revision", "other-v9")
             unlisted = revised._replace(package=resealed(revised, fitting))
-            for wrong in (keyed, unlisted, sample._replace(spec=None)):
+            nobody = sample._replace(call=write_call(**profile | {"provider": [profile["provider"]]}))
+            for wrong in (keyed, unlisted, nobody, sample._replace(spec=None)):
                 for adapter in (own, td.to_provider_payload):
                     self.assertRaises(td.ResultContractError, self.send, adapter, wrong)
             for provider, adapter in ADAPTERS.items():
@@ -4894,7 +5142,8 @@ class ProviderAdapterTests(unittest.TestCase):
                 for adapter in (own, td.to_provider_payload):
                     with self.subTest(provider=profile["provider"], spec=label):
                         self.assertRaises(td.ResultContractError, self.send, adapter, sample._replace(spec=spec))
-            for label, value in hostile_values().items():
+            half = {kind.__name__: half_built(kind) for kind in (td.Principal, td.ToolCall)}
+            for label, value in (hostile_values() | half).items():
                 with self.subTest("trusted side", value=label):
                     self.assertRaises(td.ResultContractError, own, value, sample.call, WRITE_SPEC, sample.package)
                     self.assertRaises(td.ResultContractError, own, USER, value, WRITE_SPEC, sample.package)
@@ -4998,6 +5247,10 @@ class CommandLineTests(FolderCase):
             self.assertEqual(len({line.split()[0] for line in lines[:-1]}), 1)
             self.assertIn("own-order", lines[0])
             self.assertRegex(lines[-1], r"\b18\b.*\b23\b|\b23\b.*\b18\b")
+            code, out, err = self.run_cli_here(*table, "--case", "own-order", "--packages")
+            self.assertEqual((code, err), (0, ""))
+            for text in ("model_result", "protected_audit", "provider_payload", "function_call_output"):
+                self.assertIn(text, out)
         with self.subTest(show="gates and packages"):
             code, out, err = self.run_cli_here("--explain", "--packages")
             steps = {case["case_id"]: case["steps"] for case in json.loads(out)["cases"]}
@@ -5055,7 +5308,10 @@ class CommandLineTests(FolderCase):
             self.assertNotEqual(lines[0].split()[0], lines[-2].split()[0])  # the verdicts of the first and last step
             for text in ("data", "refunded", "paid", "side_effect_count"):
                 self.assertIn(text, out)
-            self.assertIn("23", lines[-1])
+            with mock.patch.object(td, "validate_result", return_value=["$: planted \u2615"]):
+                code, out, _ = self.run_cli_here("--format", "table", "--case", "own-order")
+            self.assertEqual((code, "$: planted \\u2615" in out), (1, True))
+            self.assertRegex(lines[-1], r"\b22\b.*\b23\b.*\b18\b")
 
     def test_unusable_input_exits_2_with_a_short_message_that_echoes_nothing(self) -> None:
         legal = unknown_then_query()
@@ -5073,6 +5329,7 @@ class CommandLineTests(FolderCase):
             "option without its value": ["--case"],
             "unknown format": ["--format", f"SECRET{control}"],
             "value for a switch": ["--explain=SECRET"],
+            "abbreviated option": ["--expl"],
             "missing file": ["--fixture", str(self.folder / "SECRET.json")],
             "empty path": ["--fixture", ""],
             "unknown case": ["--case", f"SECRET{control}"],
@@ -5110,11 +5367,17 @@ class CommandLineTests(FolderCase):
             self.assertTrue(said_why.getvalue().startswith("error: "))
 
     def test_a_reader_that_closes_early_sees_no_traceback(self) -> None:
+        buffered = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+
         def read(mode: str, lines: int, *arguments: str) -> bytes:
             """What stderr says to a reader that stops after so many lines."""
             command = command_of(DISPATCHER, *arguments, flags=self.MODES[mode])
-            pipe = subprocess.PIPE
-            with subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=pipe, stderr=pipe) as process:
+            streams: dict[str, Any] = {
+                "stdin": subprocess.DEVNULL,
+                "stdout": subprocess.PIPE,
+                "stderr": subprocess.PIPE,
+            }
+            with subprocess.Popen(command, env=buffered, **streams) as process:
                 stdout, stderr = cast("IO[bytes]", process.stdout), cast("IO[bytes]", process.stderr)
                 for _ in range(lines):
                     stdout.readline()
@@ -5126,6 +5389,12 @@ class CommandLineTests(FolderCase):
         for run, err in zip(runs, said, strict=True):
             with self.subTest(run=run):
                 self.assertEqual(err, b"")
+        if os.path.exists("/dev/full"):  # a disk that is full is no reader that has gone away
+            with open("/dev/full", "wb") as full:
+                command = command_of(DISPATCHER, "--format", "table")
+                pipe = subprocess.PIPE
+                done = subprocess.run(command, stdout=full, stderr=pipe, env=buffered, timeout=60, check=False)
+            self.assertEqual((done.returncode, done.stderr), (2, b"error: the report cannot be written\n"))
 
 
 # --------------------------------------------------------------------------------------------------
