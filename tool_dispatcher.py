@@ -953,9 +953,7 @@ def _check_spec_values(spec: ToolSpec) -> None:
 
 
 def _check_rules(rules: object, path: str, room: int, arguments: Mapping[str, FieldRule] | None) -> None:
-    """_Check the rules of one object, which has `room` nested containers; `arguments` is None for an input."""
-    if room == 0:
-        raise ToolContractError(f"{path}: declared deeper than its values may nest")
+    """Check the rules of one object, which has `room` nested containers; `arguments` is None for an input."""
     if not isinstance(rules, Mapping):
         raise ToolContractError(f"{path}: wanted a mapping of FieldRule")
     for name, rule in rules.items():
@@ -1141,7 +1139,7 @@ def _is_basic_credential(word: str, padding: str) -> bool:
         decoded = a2b_base64(word + "=" * (-len(word) % 4))
     except ValueError:
         decoded = b""
-    return bool(padding) or mixed or (b":" in decoded and decoded.isascii() and decoded.decode().isprintable())
+    return bool(padding) or mixed or (decoded.find(b":") > 0 and decoded.isascii() and decoded.decode().isprintable())
 
 
 def _may_hold_credential(text: str) -> bool:
@@ -1723,8 +1721,8 @@ def _impossible(
     write = spec is not None and spec.effect == "write"
     if type(delivery) is not str or delivery not in _DELIVERIES:
         errors.append(f"execution.delivery: wanted one of {', '.join(_DELIVERIES)}")
-    elif delivery != "fresh" and (code is not None or not write):
-        errors.append("execution.delivery: wanted fresh, for an error or a read")
+    elif delivery != "fresh" and not write:
+        errors.append("execution.delivery: wanted fresh, for a read")
     elif delivery == "receipt_reconciled" and receipt_id is None:
         errors.append("downstream.receipt_id: wanted the receipt that reconciled")
     if code in _WRITE_ONLY_CODES and not write:
@@ -1940,7 +1938,7 @@ def validate_result_set(
     registry: Mapping[str, ToolSpec],
     packages: Sequence[object],
 ) -> list[str]:
-    """_Check the answers to several calls, in any order: each call has one package, and it is its own (§13).
+    """Check the answers to several calls, in any order: each call has one package, and it is its own (§13).
 
     Linear in the number of calls; never raises for anything in `packages`.
     """
@@ -2146,7 +2144,7 @@ class Dispatcher:
     ) -> None:
         """`tools` are the registry, `approvers` the allowlist of human approvers; `ToolContractError` if unusable."""
         registry: dict[str, ToolSpec] = {}
-        if isinstance(tools, ToolSpec) or not isinstance(tools, Iterable):
+        if not isinstance(tools, Iterable):
             raise ToolContractError("tools: wanted an iterable of ToolSpec")
         for spec in tools:
             _check_spec(spec)
@@ -2986,11 +2984,10 @@ def _check_step(value: object, path: str, earlier: set[str], walk: _Walk, errors
 
 
 def _check_portable(value: object, path: str, walk: _Walk, errors: list[str]) -> None:
-    if value is not None:
-        try:
-            _copied(value, _MAX_PAYLOAD_DEPTH, walk)
-        except PortableJsonError as error:
-            errors.append(f"{path}{error.path}: {error.wanted}")
+    try:
+        _copied(value, _MAX_PAYLOAD_DEPTH, walk)
+    except PortableJsonError as error:
+        errors.append(f"{path}{error.path}: {error.wanted}")
 
 
 def load_fixture(path: str | os.PathLike[str]) -> JsonObject:
@@ -3020,7 +3017,7 @@ def _read_fixture(path: str | os.PathLike[str]) -> bytes:
             if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
                 raise FixtureIOError("the fixture is not a regular file")
             raw = b""
-            while len(raw) <= MAX_FIXTURE_BYTES and (part := file.read(MAX_FIXTURE_BYTES + 1 - len(raw))):
+            while part := file.read(MAX_FIXTURE_BYTES + 1 - len(raw)):
                 raw += part
             return raw
     except FileNotFoundError:
