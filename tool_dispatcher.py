@@ -2351,7 +2351,7 @@ class _Passage:
 
     # What is known about an operation: shared by gates 7 and 11 and by the query.
 
-    def _operation(self, spec: ToolSpec) -> OperationRecord:
+    def _operation(self, spec: ToolSpec, token: str = "") -> OperationRecord:
         """The pending record that this call would reserve: what every record on file is compared with."""
         context = self._asked.context
         return OperationRecord(
@@ -2366,7 +2366,7 @@ class _Passage:
             ),
             status_ref=_status_ref(self._asked),
             reserved_at=self._now,
-            token="",
+            token=token,
         )
 
     def _answer_from(self, gate: str, spec: ToolSpec, record: OperationRecord | None, mine: OperationRecord) -> None:
@@ -2395,12 +2395,13 @@ class _Passage:
 
     def idempotency(self, spec: ToolSpec) -> OperationRecord:
         earlier = self._ledger.find(_scope(self._asked))
-        mine = self._operation(spec)
-        self._answer_from("idempotency", spec, earlier, mine)
-        self._passed("idempotency")
         # The count tells this dispatcher's reservations apart, `after` tells them from those that went before.
         after = None if earlier is None else earlier.token
-        return replace(mine, token=_sha256(f"{self._fingerprint} {next(self._host._reservations)} {after}")[:32])
+        token = _sha256(f"{self._fingerprint} {next(self._host._reservations)} {after}")[:32]
+        mine = self._operation(spec, token)
+        self._answer_from("idempotency", spec, earlier, mine)
+        self._passed("idempotency")
+        return mine
 
     def business_state(self, spec: ToolSpec) -> None:
         if spec.business_rule is not None and not self._says_true(spec.business_rule):
