@@ -736,22 +736,18 @@ def validate_host_context(principal: Principal, call: ToolCall, *, now: int) -> 
 
 def _check_host(principal: Principal, call: ToolCall) -> None:
     try:
-        _check_host_values(principal, call)
+        if type(principal) is not Principal:
+            raise HostContextError("principal: wanted a Principal")
+        if not (_is_identifier(principal.tenant_id) and _is_identifier(principal.subject_id)):
+            raise HostContextError(f"principal: tenant_id and subject_id: {_IDENTIFIER_WANTED}")
+        if type(principal.roles) is not tuple or not _are_roles(principal.roles):
+            raise HostContextError(f"principal.roles: {_ROLES_WANTED}, in a tuple")
+        if type(call) is not ToolCall:
+            raise HostContextError("call: wanted a ToolCall")
+        if wrong := _bound(call).wrong:
+            raise HostContextError(wrong)
     except AttributeError:  # made without its `__init__`
         raise HostContextError("principal, call: wanted values with all their fields") from None
-
-
-def _check_host_values(principal: Principal, call: ToolCall) -> None:
-    if type(principal) is not Principal:
-        raise HostContextError("principal: wanted a Principal")
-    if not (_is_identifier(principal.tenant_id) and _is_identifier(principal.subject_id)):
-        raise HostContextError(f"principal: tenant_id and subject_id: {_IDENTIFIER_WANTED}")
-    if type(principal.roles) is not tuple or not _are_roles(principal.roles):
-        raise HostContextError(f"principal.roles: {_ROLES_WANTED}, in a tuple")
-    if type(call) is not ToolCall:
-        raise HostContextError("call: wanted a ToolCall")
-    if wrong := _bound(call).wrong:
-        raise HostContextError(wrong)
 
 
 # ==== 5. Tool contracts (§5) ==========================================================================================
@@ -1215,10 +1211,14 @@ _result_values: Final = attrgetter(*HandlerResult.__dataclass_fields__)
 
 
 class _Checked(NamedTuple):
-    """A handler's result that holds: a copy, all of strings and None but for its data, whose snapshot is `data`."""
+    """A handler's result that holds, as read once: strings, None and a snapshot of the data."""
 
-    result: HandlerResult
     data: JsonObject
+    producer_revision: str
+    resource_revision: str | None
+    observed_at: str
+    request_id: str | None
+    receipt_id: str | None
     text: str  # of the data, as JSON
     plain: bool
 
@@ -1229,18 +1229,18 @@ def _checked_output(spec: ToolSpec, arguments: JsonObject | None, result: object
         return None, ["result: wanted a HandlerResult"]
     try:
         # Read once: whoever returned it may still hold it.
-        result = HandlerResult(*_result_values(result))
+        given, producer_revision, resource_revision, observed_at, request_id, receipt_id = _result_values(result)
     except AttributeError:
         return None, ["result: wanted a HandlerResult with all its fields"]
     errors: list[str] = []
-    if not _same(result.producer_revision, spec.producer_revision):
+    if not _same(producer_revision, spec.producer_revision):
         errors.append("producer_revision: wanted the registered producer's")
-    if not _is_timestamp(result.observed_at):
+    if not _is_timestamp(observed_at):
         errors.append("observed_at: wanted an existing UTC time as YYYY-MM-DDTHH:MM:SSZ")
-    if not all(map(_is_optional_identifier, (result.resource_revision, result.request_id, result.receipt_id))):
+    if not all(map(_is_optional_identifier, (resource_revision, request_id, receipt_id))):
         errors.append(f"resource_revision, request_id, receipt_id: {_IDENTIFIER_WANTED}, or None, each")
     try:
-        data, plain = _snapshot(result.data, min(spec.max_output_depth, _MAX_PAYLOAD_DEPTH))
+        data, plain = _snapshot(given, min(spec.max_output_depth, _MAX_PAYLOAD_DEPTH))
     except PortableJsonError as error:
         return None, [*errors, _clipped(f"data{error.path}: {error.wanted}")]
     if type(data) is not dict:
@@ -1252,7 +1252,10 @@ def _checked_output(spec: ToolSpec, arguments: JsonObject | None, result: object
         return None, _bounded([*errors, f"data: wanted at most {spec.max_output_bytes} bytes of canonical JSON"])
     _check_fields(spec.output, data, "data", arguments or {}, errors)
     _check_sensitive(data, _may_hold_credential(text), "data", errors)
-    return (None, _bounded(errors)) if errors else (_Checked(result, data, text, plain), errors)
+    if errors:
+        return None, _bounded(errors)
+    result_values = (data, producer_revision, resource_revision, observed_at, request_id, receipt_id)
+    return _Checked(*result_values, text, plain), errors
 
 
 # ==== 6. Digests (§12) ================================================================================================
@@ -1661,7 +1664,7 @@ def success_package(
         raise ResultContractError("spec: wanted a ToolSpec; a tool that is not registered has no success")
     checked, errors = _checked_output(spec, asked.arguments, result)
     if checked is not None:
-        errors += _impossible(asked, None, delivery, status_ref, checked.result.receipt_id)
+        errors += _impossible(asked, None, delivery, status_ref, checked.receipt_id)
     if checked is None or errors:
         raise ResultContractError("; ".join(errors[:10]))
     return _success(asked, checked, delivery, status_ref).package
@@ -1753,7 +1756,7 @@ class _Built(NamedTuple):
 
 def _success(asked: _Asked, checked: _Checked, delivery: Delivery, status_ref: str | None) -> _Built:
     """The package takes over the data."""
-    result, spec = checked.result, cast("ToolSpec", asked.spec)
+    spec = cast("ToolSpec", asked.spec)
     model_result: ModelResult = {
         "schema_version": MODEL_RESULT_SCHEMA_VERSION,
         "status": "succeeded",
@@ -1763,8 +1766,8 @@ def _success(asked: _Asked, checked: _Checked, delivery: Delivery, status_ref: s
         "provenance": {
             "source_label": spec.source_label,
             "producer_revision": spec.producer_revision,
-            "resource_revision": result.resource_revision,
-            "observed_at": result.observed_at,
+            "resource_revision": checked.resource_revision,
+            "observed_at": checked.observed_at,
             "trust": "untrusted_data",
         },
     }
@@ -1772,7 +1775,7 @@ def _success(asked: _Asked, checked: _Checked, delivery: Delivery, status_ref: s
         asked,
         model_result,
         checked.plain,
-        {"request_id": result.request_id, "receipt_id": result.receipt_id, "status_ref": status_ref},
+        {"request_id": checked.request_id, "receipt_id": checked.receipt_id, "status_ref": status_ref},
     )
 
 
@@ -2510,7 +2513,7 @@ class _Passage:
         if receipt is None:
             raise self._stopped("receipt", "OUTCOME_UNKNOWN", record.status_ref)
         checked, _ = _checked_output(spec, self._asked.arguments, _receipt_result(receipt, record))
-        if checked is None or checked.result.receipt_id is None:
+        if checked is None or checked.receipt_id is None:
             raise self._stopped("receipt", "STATUS_CONFLICT")
         self._passed("receipt")
         return checked
@@ -2523,7 +2526,7 @@ class _Passage:
         """Complete a write's reservation, then project. Whoever completes first decides what is shown."""
         if reserved is None:
             return self._answered("record", checked, delivery, None)
-        kept = replace(checked.result, data=_decode(checked.text)[0])  # a copy that shares nothing with the package
+        kept = HandlerResult(_decode(checked.text)[0], *checked[1:6])  # shares nothing with the package
         try:
             recorded = self._ledger.complete(reserved, kept)
             succeeded = recorded.state == "succeeded" and _same_operation(recorded, reserved)
