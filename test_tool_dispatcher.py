@@ -917,10 +917,14 @@ class FixtureTests(FolderCase):
             td.load_fixture(self.saved(legal + padding + b" "))
 
         class Pieces(io.FileIO):
-            """A file that is handed out in pieces."""
+            """A file that is handed out in pieces, and counted."""
+
+            taken = 0
 
             def read(self, size: int | None = -1, /) -> bytes:
-                return super().read(min(size or 0, 65_536))
+                piece = super().read(min(size or 0, 65_536))
+                Pieces.taken += len(piece)
+                return piece
 
         exact, longer = self.saved(legal + padding, "exact.json"), self.saved(legal + padding + b" ", "longer.json")
         with mock.patch("builtins.open", lambda path, *_, **__: Pieces(path)):
@@ -929,9 +933,13 @@ class FixtureTests(FolderCase):
         # The bound is on bytes, not on characters.
         self.assertEqual(td.parse_json(('"' + "\u00e9" * 32_767 + '"').encode()), "\u00e9" * 32_767)
         self.refused_json(('"' + "\u00e9" * 32_768 + '"').encode(), "(?i)bytes|large|long|big")
-        # A file far past the limit is not read into memory first.
+        # A file far past the limit is read one byte past it and no further.
         path = self.saved(legal)
         os.truncate(path, 64 * 2**20)
+        Pieces.taken = 0
+        with mock.patch("builtins.open", lambda path, *_, **__: Pieces(path)):
+            self.assertRaises(td.FixtureError, td.load_fixture, path)
+        self.assertEqual(Pieces.taken, 65_537)
         tracemalloc.start()
         try:
             with self.assertRaises(td.FixtureError):
