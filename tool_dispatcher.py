@@ -685,7 +685,7 @@ def bind_tool_call(proposal: ModelProposal, context: ExecutionContext) -> ToolCa
 
 
 def _bound(call: ToolCall) -> _Bound:
-    """The call's snapshot; of a call built by hand, one made now: each entry point takes it once and keeps to it."""
+    """The call's snapshot; of a call built by hand, one made now. What is judged is the one that `_ask` takes."""
     return call._bound or cast("_Bound", bind_tool_call(call.proposal, call.context)._bound)
 
 
