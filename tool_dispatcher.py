@@ -1345,7 +1345,12 @@ _APPROVAL_DOCUMENT: Final = _document(
 _BINDING_DOCUMENT: Final = _document(
     "tenant_id", "subject_id", *_CONTEXT, "tool_contract", "request_sha256", "result_sha256", "downstream"
 )
-_STATUS_DOCUMENT: Final = _document("scope", "request_sha256")
+_STATUS_DOCUMENT: Final = _open(
+    {
+        "scope": ["%(tenant_id)s", "%(subject_id)s", "%(tool)s", "%(idempotency_key)s"],
+        "request_sha256": "%(request_sha256)s",
+    }
+)
 
 
 def _ask(principal: Principal, call: ToolCall, spec: ToolSpec | None) -> _Asked:
@@ -1467,8 +1472,7 @@ def _scope(asked: _Asked) -> Scope:
 
 def _status_ref(asked: _Asked) -> str:
     """Opaque to callers (§9): names an operation without telling whose or what it is."""
-    scope = f"[{','.join(map(_quote, _scope(asked)))}]"
-    return f"status_{_sha256(_STATUS_DOCUMENT % {**asked.texts, 'scope': scope})[:32]}"
+    return f"status_{_sha256(_STATUS_DOCUMENT % asked.texts)[:32]}"
 
 
 _STATUS_REF: Final = re.compile(r"status_[0-9a-f]{32}")
