@@ -384,24 +384,29 @@ class _Decoding:
 
     def __init__(self) -> None:
         self.doubtful = False
-        self.decode = json.JSONDecoder(
-            object_pairs_hook=self._members,
-            parse_int=self._integer,
-            parse_float=self._number,
-            parse_constant=self._number,
-        ).decode
+        self.sizes: list[int] = []  # of the objects
+
+    def decode(self, text: str) -> Any:
+        return self._decoder(object_hook=self._counted).decode(text)
+
+    def decode_pairs(self, text: str) -> Any:
+        """A `_RepeatedKey` for each object that has one. Takes half as long again."""
+        return self._decoder(object_pairs_hook=self._members).decode(text)
+
+    def _decoder(self, **hook: Any) -> json.JSONDecoder:
+        return json.JSONDecoder(parse_int=self._integer, parse_float=self._number, parse_constant=self._number, **hook)
+
+    def _counted(self, members: dict[str, Any]) -> dict[str, Any]:
+        self.sizes.append(len(members))
+        return members
 
     def _members(self, pairs: list[tuple[str, Any]]) -> dict[str, Any] | _RepeatedKey:
-        members = dict(pairs)
-        if len(members) == len(pairs):
-            return members
-        self.doubtful = True
-        once: set[str] = set()
-        for key, _ in pairs:
-            if key in once:
-                break
-            once.add(key)
-        return _RepeatedKey(key)
+        members: dict[str, Any] = {}
+        for key, value in pairs:
+            if key in members:
+                return _RepeatedKey(key)
+            members[key] = value
+        return members
 
     def _integer(self, digits: str) -> int:
         value = int(digits[:18])  # enough to be out of range; Python itself refuses to convert 5,000 digits
@@ -414,29 +419,25 @@ class _Decoding:
 
 
 _ESCAPE: Final = re.compile(rb"\\.", re.DOTALL)
-_ALL_BUT_STRUCTURE: Final = bytes(set(range(256)) - set(b'"[{,]}'))
+_ALL_BUT_STRUCTURE: Final = bytes(set(range(256)) - set(b'"[{,:]}'))
+_ONE_KIND: Final = bytes.maketrans(b"[{]}", b"(())")
 
 
-def _is_crowded(raw: bytes) -> bool:
-    """Whether a container has too many members; raises on nesting, before the recursive decoder sees it.
+def _count_marks(raw: bytes) -> tuple[int, int]:
+    """The commas and colons outside strings; raises on nesting, before the recursive decoder sees it.
 
     Without recursion: of a text cut at its quotes, every other piece stands outside the strings. Two quotes side by
     side change nothing in that, so most strings are gone before the cut.
     """
-    structure = _ESCAPE.sub(b"", raw).translate(None, _ALL_BUT_STRUCTURE).replace(b'""', b"")
-    crowded = False
-    commas: list[int] = []  # one count for each container that is open
-    for mark in b"".join(structure.split(b'"')[::2]):
-        if mark == 0x2C:  # a comma
-            if commas:
-                commas[-1] += 1
-        elif mark in (0x5B, 0x7B):  # a bracket or brace that opens
-            commas.append(0)
-            if len(commas) > MAX_JSON_DEPTH:
-                raise PortableJsonError(f"nested too deep: wanted at most {MAX_JSON_DEPTH} levels")
-        elif commas:
-            crowded |= commas.pop() >= MAX_MEMBERS
-    return crowded
+    unescaped = _ESCAPE.sub(b"", raw) if b"\\" in raw else raw
+    structure = unescaped.translate(None, _ALL_BUT_STRUCTURE).replace(b'""', b"")
+    outside = b"".join(structure.split(b'"')[::2])
+    nest = outside.translate(_ONE_KIND, b",:")
+    for _ in range(MAX_JSON_DEPTH):
+        nest = nest.replace(b"()", b"")  # what is innermost
+    if b"()" in nest or nest.count(b"(") > MAX_JSON_DEPTH:
+        raise PortableJsonError(f"nested too deep: wanted at most {MAX_JSON_DEPTH} levels")
+    return outside.count(b","), outside.count(b":")
 
 
 def parse_json(raw: bytes) -> JsonValue:
@@ -453,14 +454,18 @@ def parse_json(raw: bytes) -> JsonValue:
         text = raw.decode("utf-8")
     except UnicodeDecodeError as error:
         raise PortableJsonError(f"wanted UTF-8, which byte {error.start} is not") from None
-    crowded = _is_crowded(raw)
+    commas, colons = _count_marks(raw)
     decoding = _Decoding()
     try:
         value: JsonValue = decoding.decode(text)
     except json.JSONDecodeError as error:
         raise PortableJsonError(f"wanted JSON; line {error.lineno}, column {error.colno}: {error.msg}") from None
-    # A lone surrogate can come only from an escape; the other limits follow from the number of bytes. Without any
-    # doubt the walk over every value is saved, a good quarter of the time that loading would take.
+    members = sum(decoding.sizes)
+    if members != colons:  # one for each member that was written: a key was repeated
+        return _snapshot(decoding.decode_pairs(text))[0]
+    # A lone surrogate can come only from an escape; the other limits follow from the number of bytes. Without any doubt
+    # the walk over every value is saved.
+    crowded = max(decoding.sizes, default=0) > MAX_MEMBERS or commas - members + len(decoding.sizes) >= MAX_MEMBERS
     return _snapshot(value)[0] if decoding.doubtful or crowded or "\\u" in text else value
 
 
@@ -2913,7 +2918,7 @@ _STEP_FIELDS: Final[_Table] = {
     "execution_context": _AN_OBJECT,
     "approval": _one_of("none", "valid", "expired", "mismatched"),
     "now": (
-        lambda value: _is_time(value) and _is_time(value + APPROVAL_TTL_SECONDS),
+        lambda value: type(value) is int and 0 <= value <= MAX_PORTABLE_UNIX_SECONDS - APPROVAL_TTL_SECONDS,
         f"wanted an integer of seconds from 0 to {MAX_PORTABLE_UNIX_SECONDS - APPROVAL_TTL_SECONDS}",
     ),
     "failure": _one_of(*MockShop.FAILURES),
@@ -2942,42 +2947,52 @@ _EXPECTED_FIELDS: Final[_Table] = {
         f"wanted an integer from 0 to {MAX_SAFE_INTEGER}",
     ),
 }
+_AFTER_COMMIT: Final = frozenset(failure for failure in MockShop.FAILURES if failure.startswith("timeout_after_commit"))
 _WRITES: Final = frozenset(spec.name for spec in MockShop().tools() if spec.effect == "write")
 
 
-def _check_object(value: object, table: _Table, path: str, errors: list[str]) -> JsonObject:
+def _check_object(value: object, table: _Table, path: str, errors: list[str], member: str = "") -> JsonObject:
     """Exact fields, each by the table. What comes back holds only the fields that are right."""
+    if type(value) is dict and len(value) == len(table):
+        for name, item in value.items():
+            if type(name) is not str or name not in table or not table[name][0](item):
+                break
+        else:
+            return value  # as nearly always; what follows says what is wrong
+    path += member
     exact = _exact_fields(value, table.keys(), path, errors)
     if type(value) is not dict or not (exact or all(type(key) is str for key in value)):
         return {}
-    known: JsonObject = value if exact else {name: value[name] for name in table if name in value}
-    wrong = [name for name, (is_right, _) in table.items() if name in known and not is_right(known[name])]
+    known: JsonObject = {name: value[name] for name in table if name in value}
+    wrong = [name for name, item in known.items() if not table[name][0](item)]
     errors.extend(f"{path}.{name}: {table[name][1]}" for name in wrong)
-    return {name: item for name, item in known.items() if name not in wrong} if wrong else known
+    return {name: item for name, item in known.items() if name not in wrong}
 
 
 def validate_fixture(value: object) -> list[str]:
     """All the ways in which `value` is no fixture of §15, with JSON paths; bounded, and never raises."""
-    errors = _format_errors(value)
-    if not errors:
-        # Each part is right by itself; what is left is what they are together: size and depth.
-        try:
-            _snapshot(value)
-        except PortableJsonError as error:
-            errors.append(str(error))
-    return _bounded(errors)
+    return _checked_fixture(value)[1]
 
 
-def _format_errors(value: object) -> list[str]:
+def _checked_fixture(value: object) -> tuple[object, list[str]]:
+    """A copy, and what is wrong with it."""
+    try:
+        value = _snapshot(value)[0]
+    except PortableJsonError as error:
+        return value, _bounded(_format_errors(value, _Walk()) or [str(error)])
+    return value, _bounded(_format_errors(value))
+
+
+def _format_errors(value: object, walk: _Walk | None = None) -> list[str]:
+    """What breaks the format. With a walk, also each part that is not portable: one walk, so that sharing counts."""
     errors: list[str] = []
     fixture = _check_object(value, _FIXTURE_FIELDS, "$", errors)
     if "contract" in fixture:
-        _check_object(fixture["contract"], _CONTRACT_FIELDS, "$.contract", errors)
-    cases = cast("list[object]", fixture.get("cases", []))
+        _check_object(fixture["contract"], _CONTRACT_FIELDS, "$", errors, ".contract")
+    cases: Any = fixture.get("cases", [])
     if not 1 <= len(cases) <= MAX_CASES and "cases" in fixture:
         errors.append(f"$.cases: wanted 1 to {MAX_CASES} cases")
     ids: set[str] = set()
-    walk = _Walk()  # one for all, so that what is shared among steps is counted for each
     for index, case in enumerate(cases[:MAX_CASES]):
         if len(errors) > _MAX_ERRORS:
             break
@@ -2985,19 +3000,20 @@ def _format_errors(value: object) -> list[str]:
     return errors
 
 
-def _check_unique(value: object, seen: set[str], path: str, errors: list[str]) -> None:
-    if isinstance(value, str):
+def _check_unique(owner: JsonObject, name: str, seen: set[str], path: str, errors: list[str]) -> None:
+    value = owner.get(name)
+    if type(value) is str:
         if value in seen:
-            errors.append(f"{path}: wanted an id of its own")
+            errors.append(f"{path}.{name}: wanted an id of its own")
         seen.add(value)
 
 
-def _check_case(value: object, path: str, ids: set[str], walk: _Walk, errors: list[str]) -> None:
+def _check_case(value: object, path: str, ids: set[str], walk: _Walk | None, errors: list[str]) -> None:
     case = _check_object(value, _CASE_FIELDS, path, errors)
-    _check_unique(case.get("id"), ids, f"{path}.id", errors)
+    _check_unique(case, "id", ids, path, errors)
     if "principal" in case:
-        _check_object(case["principal"], _PRINCIPAL_FIELDS, f"{path}.principal", errors)
-    steps = cast("list[object]", case.get("steps", []))
+        _check_object(case["principal"], _PRINCIPAL_FIELDS, path, errors, ".principal")
+    steps: Any = case.get("steps", [])
     if not 1 <= len(steps) <= MAX_STEPS_PER_CASE and "steps" in case:
         errors.append(f"{path}.steps: wanted 1 to {MAX_STEPS_PER_CASE} steps")
     earlier: set[str] = set()
@@ -3005,22 +3021,25 @@ def _check_case(value: object, path: str, ids: set[str], walk: _Walk, errors: li
         _check_step(step, f"{path}.steps[{index}]", earlier, walk, errors)
 
 
-def _check_step(value: object, path: str, earlier: set[str], walk: _Walk, errors: list[str]) -> None:
+def _check_step(value: object, path: str, earlier: set[str], walk: _Walk | None, errors: list[str]) -> None:
     step = _check_object(value, _STEP_FIELDS, path, errors)
     proposal: JsonObject = {}
     if "proposal" in step:
-        proposal = _check_object(step["proposal"], _PROPOSAL_FIELDS, f"{path}.proposal", errors)
-        _check_portable(proposal.get("arguments"), f"{path}.proposal.arguments", walk, errors)
+        proposal = _check_object(step["proposal"], _PROPOSAL_FIELDS, path, errors, ".proposal")
+        if walk is not None:
+            _check_portable(proposal.get("arguments"), f"{path}.proposal.arguments", walk, errors)
     if "execution_context" in step:
-        where = f"{path}.execution_context"
-        context = _check_object(step["execution_context"], _CONTEXT_FIELDS, where, errors)
-        profile = (context.get("provider"), context.get("api_family"))
+        context = _check_object(step["execution_context"], _CONTEXT_FIELDS, path, errors, ".execution_context")
+        provider: Any = context.get("provider")
+        family: Any = context.get("api_family")
         revision = context.get("adapter_revision")
-        if None not in (*profile, revision) and PROVIDER_PROFILES.get(cast("tuple[str, str]", profile)) != revision:
-            errors.append(f"{where}: wanted a provider, api_family and adapter_revision that go together")
+        if None not in (provider, family, revision) and PROVIDER_PROFILES.get((provider, family)) != revision:
+            wanted = "wanted a provider, api_family and adapter_revision that go together"
+            errors.append(f"{path}.execution_context: {wanted}")
     if "expected" in step:
-        expected = _check_object(step["expected"], _EXPECTED_FIELDS, f"{path}.expected", errors)
-        _check_portable(expected.get("data"), f"{path}.expected.data", walk, errors)
+        expected = _check_object(step["expected"], _EXPECTED_FIELDS, path, errors, ".expected")
+        if walk is not None:
+            _check_portable(expected.get("data"), f"{path}.expected.data", walk, errors)
         if expected.get("code") == "OK" and expected.get("recovery", "none") != "none":
             errors.append(f"{path}.expected.recovery: wanted none for OK")
     action, source = step.get("action"), step.get("status_ref_from")
@@ -3032,10 +3051,9 @@ def _check_step(value: object, path: str, earlier: set[str], walk: _Walk, errors
         )
         if source not in earlier:
             errors.append(f"{path}.status_ref_from: wanted the step_id of an earlier step of this case")
-    failure = step.get("failure", "none")
-    if str(failure).startswith("timeout_after_commit") and proposal.get("name", "") not in _WRITES:
+    if step.get("failure") in _AFTER_COMMIT and proposal.get("name", "") not in _WRITES:
         errors.append(f"{path}.failure: wanted a write, which alone can commit")
-    _check_unique(step.get("step_id"), earlier, f"{path}.step_id", errors)
+    _check_unique(step, "step_id", earlier, path, errors)
 
 
 def _check_portable(value: object, path: str, walk: _Walk, errors: list[str]) -> None:
@@ -3133,9 +3151,8 @@ def run_fixture(fixture: object, *, case_ids: Iterable[str] | None = None) -> Fi
 
     `case_ids` runs, and counts, only those cases; an unknown one is a `FixtureError` that lists the ids.
     """
-    with suppress(PortableJsonError):
-        fixture = _snapshot(fixture)[0]
-    _refuse(validate_fixture(fixture))
+    fixture, errors = _checked_fixture(fixture)
+    _refuse(errors)
     return _run_cases(cast("JsonObject", fixture), case_ids, lambda report, _trace, _package, _payload: report)
 
 
