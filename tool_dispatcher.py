@@ -261,12 +261,12 @@ def _quoted(text: str) -> str:
     return ascii(text if len(text) <= 40 else text[:40] + "...")
 
 
-_PLAIN_MEMBER: Final = re.compile(r"[A-Za-z_][A-Za-z0-9_-]{0,39}")
+_PLAIN_MEMBER: Final = r"[A-Za-z_][A-Za-z0-9_-]{0,39}"
 
 
 def _member(key: str) -> str:
     """One step of a JSON path: `.name`, or `['...']` for a key that is no plain name."""
-    return f".{key}" if _PLAIN_MEMBER.fullmatch(key) else f"[{_quoted(key)}]"
+    return f".{key}" if re.fullmatch(_PLAIN_MEMBER, key) else f"[{_quoted(key)}]"
 
 
 # ==== 3. Portable JSON (§3) ===========================================================================================
@@ -418,7 +418,7 @@ class _Decoding:
         return float(literal)  # 1e400 becomes infinity, `NaN` a NaN
 
 
-_ESCAPE: Final = re.compile(rb"\\.", re.DOTALL)
+_ESCAPE: Final = rb"(?s)\\."
 _ALL_BUT_STRUCTURE: Final = bytes(set(range(256)) - set(b'"[{,:]}'))
 _ONE_KIND: Final = bytes.maketrans(b"[{]}", b"(())")
 
@@ -429,7 +429,7 @@ def _count_marks(raw: bytes) -> tuple[int, int]:
     Without recursion: of a text cut at its quotes, every other piece stands outside the strings. Two quotes side by
     side change nothing in that, so most strings are gone before the cut.
     """
-    unescaped = _ESCAPE.sub(b"", raw) if b"\\" in raw else raw
+    unescaped = re.sub(_ESCAPE, b"", raw) if b"\\" in raw else raw
     structure = unescaped.translate(None, _ALL_BUT_STRUCTURE).replace(b'""', b"")
     outside = b"".join(structure.split(b'"')[::2])
     nest = outside.translate(_ONE_KIND, b",:")
@@ -909,7 +909,7 @@ _REVISION_FIELDS: Final = (
 _TYPE_NAMES: Final[Mapping[type, str]] = MappingProxyType(
     {str: "a string", int: "an integer", bool: "a boolean", float: "a number", list: "an array", dict: "an object"}
 )
-_TOOL_NAME: Final = re.compile(r"[A-Za-z0-9_-]{1,64}")  # what all three providers take
+_TOOL_NAME: Final = r"[A-Za-z0-9_-]{1,64}"  # what all three providers take
 
 
 def _check_spec(spec: object) -> None:
@@ -925,7 +925,7 @@ def _check_spec(spec: object) -> None:
 
 
 def _check_spec_values(spec: ToolSpec) -> None:
-    if type(spec.name) is not str or not _TOOL_NAME.fullmatch(spec.name):
+    if type(spec.name) is not str or not re.fullmatch(_TOOL_NAME, spec.name):
         raise ToolContractError("name: wanted 1 to 64 of A-Z a-z 0-9 _ -")
     where = spec.name
     if type(spec.description) is not str or not spec.description.strip():
@@ -1091,20 +1091,18 @@ SENSITIVE_FIELD_NAMES: Final = frozenset(
 )
 # fmt: on
 _FOLDED_SENSITIVE: Final = frozenset(name.replace("_", "") for name in SENSITIVE_FIELD_NAMES)
-_SEPARATORS: Final = re.compile(r"[\W_]+")
+_SEPARATORS: Final = r"[\W_]+"
 # "Bearer" with a token-shaped word (a digit, a joint, a step from lower to upper case, or 20 characters in it), or a
 # PEM private key. "bearer of news" is neither.
 _BETWEEN: Final = r"""[\s\x85\u1680\u2028\u2029:="']++"""  # a scheme and its word
-_CREDENTIAL: Final = re.compile(
-    rf"""(?ax) (?<![A-Za-z0-9]) (?i:bearer) {_BETWEEN}
+_CREDENTIAL: Final = rf"""(?ax) (?<![A-Za-z0-9]) (?i:bearer) {_BETWEEN}
             (?: (?= [\w.~+/=-]{{6}} ) [\w.~+/=-]*? (?: [\d_~+=] | [a-z][A-Z] ) | [\w~+=-]{{20}} )
       | (?<![A-Za-z0-9]) (?: Bearer | BEARER ) {_BETWEEN} (?= [\w.~+/=-]{{6}} ) [\w.~+/=-]*? \w[.-]\w
       | (?i: -----BEGIN\ [A-Z0-9\ ]*PRIVATE\ KEY )"""
-)
 # "Basic" with a word; whether that is a credential, `_is_basic_credential` says. "Basic training" is none.
-_BASIC: Final = re.compile(rf"(?ai)(?<![a-z0-9])basic{_BETWEEN}([\w+/-]{{4,}}+)(={{0,2}})")
+_BASIC: Final = rf"(?ai)(?<![a-z0-9])basic{_BETWEEN}([\w+/-]{{4,}}+)(={{0,2}})"
 # What Unicode calls default ignorable: nothing is shown for it, so it could split a name without a trace.
-_INVISIBLE: Final = re.compile(
+_INVISIBLE: Final = (
     "[\u00ad\u034f\u061c\u115f\u1160\u17b4\u17b5\u180b-\u180f\u200b-\u200f\u202a-\u202e\u2060-\u206f\u3164"
     "\ufe00-\ufe0f\ufeff\uffa0\ufff0-\ufff8\U0001bca0-\U0001bca3\U0001d173-\U0001d17a\U000e0000-\U000e0fff]"
 )
@@ -1116,7 +1114,7 @@ def _visible(text: str) -> str:
         return text
     # In pieces: sorting the marks of one long run takes quadratic time.
     pieces = (text[start : start + 1_024] for start in range(0, len(text), 1_024))
-    return _INVISIBLE.sub("", "".join(unicodedata.normalize("NFKD", piece) for piece in pieces))
+    return re.sub(_INVISIBLE, "", "".join(unicodedata.normalize("NFKD", piece) for piece in pieces))
 
 
 def _is_sensitive_name(name: str) -> bool:
@@ -1125,14 +1123,16 @@ def _is_sensitive_name(name: str) -> bool:
 
 @lru_cache(maxsize=1_024)  # a tool answers with the same names each time
 def _reads_sensitive(name: str) -> bool:
-    return _SEPARATORS.sub("", _visible(_visible(name).casefold())) in _FOLDED_SENSITIVE
+    return re.sub(_SEPARATORS, "", _visible(_visible(name).casefold())) in _FOLDED_SENSITIVE
 
 
 def _is_credential(text: str) -> bool:
     if not _may_hold_credential(text):
         return False
     visible = _visible(text)
-    return bool(_CREDENTIAL.search(visible)) or any(_is_basic_credential(*found) for found in _BASIC.findall(visible))
+    return bool(re.search(_CREDENTIAL, visible)) or any(
+        _is_basic_credential(*found) for found in re.findall(_BASIC, visible)
+    )
 
 
 def _is_basic_credential(word: str, padding: str) -> bool:
@@ -1168,7 +1168,7 @@ def _check_sensitive(value: JsonValue, strings: bool, path: str, errors: list[st
             _check_sensitive(item, strings, f"{path}[{index}]", errors)
 
 
-_TIMESTAMP: Final = re.compile(r"[0-9]{4}-[0-9]{2}-[0-9]{2}T[0-9]{2}:[0-9]{2}:[0-9]{2}Z")
+_TIMESTAMP: Final = r"[0-9]{4}-[0-9]{2}-[0-9]{2}T[0-9]{2}:[0-9]{2}:[0-9]{2}Z"
 
 
 def _is_timestamp(value: object) -> bool:
@@ -1178,7 +1178,7 @@ def _is_timestamp(value: object) -> bool:
 
 @lru_cache(maxsize=64)  # many results share a second
 def _exists(timestamp: str) -> bool:
-    if not _TIMESTAMP.fullmatch(timestamp):
+    if not re.fullmatch(_TIMESTAMP, timestamp):
         return False
     try:
         return datetime.fromisoformat(timestamp).hour == int(timestamp[11:13])  # newer versions read 24:00 as 00:00
@@ -1308,25 +1308,9 @@ class Downstream(TypedDict):
     status_ref: str | None
 
 
-class _Asked(NamedTuple):
-    """One call by one contract, with its request digest: what every package, approval and record is made from.
-
-    `arguments` are a copy for the checks of this module; no callback gets them.
-    """
-
-    principal: Principal
-    context: ExecutionContext
-    spec: ToolSpec | None
-    contract: ToolContract
-    bound: _Bound
-    arguments: JsonObject | None
-    request_sha256: str
-    texts: Mapping[str, str]  # the canonical text of each value that the digests of this call share
-
-
 def _open(document: object) -> str:
     """The canonical text of a document in which `"%(name)s"` stands for a value: open, by `%`, for the text of it."""
-    return re.sub(r'"(%\(\w+\)s)"', r"\1", canonical_json(document))
+    return canonical_json(document).replace('"%(', "%(").replace(')s"', ")s")
 
 
 def _document(*names: str) -> str:
@@ -1350,6 +1334,7 @@ _APPROVAL_DOCUMENT: Final = _document(
 _BINDING_DOCUMENT: Final = _document(
     "tenant_id", "subject_id", *_CONTEXT, "tool_contract", "request_sha256", "result_sha256", "downstream"
 )
+_CONTRACT_DOCUMENT: Final = _open({"name": "%(tool)s", **{name: f"%({name})s" for name in _REVISION_FIELDS}})
 _STATUS_DOCUMENT: Final = _open(
     {
         "scope": ["%(tenant_id)s", "%(subject_id)s", "%(tool)s", "%(idempotency_key)s"],
@@ -1358,25 +1343,33 @@ _STATUS_DOCUMENT: Final = _open(
 )
 
 
+class _Asked:
+    """One call by one contract, with its request digest: what every package, approval and record is made from."""
+
+    def __init__(
+        self,
+        principal: Principal,
+        call: ToolCall,
+        spec: ToolSpec | None,
+        of_call: Mapping[str, str],
+        text: Callable[[Any], str],
+    ) -> None:
+        self.principal = principal
+        self.context = call.context
+        self.spec = spec
+        self.bound = bound = _bound(call)
+        self.arguments = bound.arguments()  # for the checks of this module; no callback gets this copy
+        self.contract = _tool_contract(bound.name, spec)
+        # The canonical text of each value that the digests share.
+        self.texts = texts = {**of_call, **_contract_texts(self.contract, spec, text)}
+        texts["tenant_id"], texts["subject_id"] = text(principal.tenant_id), text(principal.subject_id)
+        self.request_sha256 = _sha256(_REQUEST_DOCUMENT % texts)
+        texts["request_sha256"] = f'"{self.request_sha256}"'
+
+
 def _ask(principal: Principal, call: ToolCall, spec: ToolSpec | None) -> _Asked:
     """Canonicalise what a call says once, for everything that is said about it. Its names have been checked."""
-    return _asked(principal, call, spec, _bound(call).texts, _quote)
-
-
-def _asked(
-    principal: Principal,
-    call: ToolCall,
-    spec: ToolSpec | None,
-    of_call: Mapping[str, str],
-    text: Callable[[Any], str],
-) -> _Asked:
-    bound = _bound(call)
-    contract = _tool_contract(bound.name, spec)
-    texts = {**of_call, **_contract_texts(contract, spec, text)}
-    texts["tenant_id"], texts["subject_id"] = text(principal.tenant_id), text(principal.subject_id)
-    request_sha256 = _sha256(_REQUEST_DOCUMENT % texts)
-    texts["request_sha256"] = f'"{request_sha256}"'
-    return _Asked(principal, call.context, spec, contract, bound, bound.arguments(), request_sha256, texts)
+    return _Asked(principal, call, spec, _bound(call).texts, _quote)
 
 
 def _tool_contract(name: str, spec: ToolSpec | None) -> ToolContract:
@@ -1397,7 +1390,8 @@ def _contract_texts(contract: ToolContract, spec: ToolSpec | None, text: Callabl
     if spec is not None and spec._texts is not None and spec.name == contract["name"]:
         return spec._texts
     texts = {name: text(value) for name, value in contract.items() if name != "name"}
-    texts |= {"tool": text(contract["name"]), "tool_contract": _canonical(contract, plain=True)}
+    texts["tool"] = text(contract["name"])
+    texts["tool_contract"] = _CONTRACT_DOCUMENT % texts
     if spec is not None and spec._sound and spec.name == contract["name"]:
         object.__setattr__(spec, "_texts", texts)
     return texts
@@ -1414,7 +1408,7 @@ def request_digest(principal: Principal, call: ToolCall, spec: ToolSpec | None) 
 def _loosely_asked(principal: Principal, call: ToolCall, spec: ToolSpec | None) -> _Asked:
     """`_ask`, for the public digests: names may be anything portable, and are checked as that."""
     context = zip(_CONTEXT, map(canonical_json, _context_values(call.context)), strict=True)
-    return _asked(principal, call, spec, {**_bound(call).texts, **dict(context)}, canonical_json)
+    return _Asked(principal, call, spec, {**_bound(call).texts, **dict(context)}, canonical_json)
 
 
 def result_digest(model_result: Mapping[str, object]) -> str:
@@ -1480,8 +1474,8 @@ def _status_ref(asked: _Asked) -> str:
     return f"status_{_sha256(_STATUS_DOCUMENT % asked.texts)[:32]}"
 
 
-_STATUS_REF: Final = re.compile(r"status_[0-9a-f]{32}")
-_SHA256: Final = re.compile(r"[0-9a-f]{64}")
+_STATUS_REF: Final = r"status_[0-9a-f]{32}"
+_SHA256: Final = r"[0-9a-f]{64}"
 
 
 # ==== 7. Approval (§8) ================================================================================================
@@ -1688,7 +1682,7 @@ def success_package(
         errors += _impossible(asked, None, delivery, status_ref, checked.receipt_id)
     if checked is None or errors:
         raise ResultContractError("; ".join(errors[:10]))
-    return _success(asked, spec, checked, delivery, status_ref).package
+    return _success(asked, spec, checked, delivery, status_ref)[0]
 
 
 def error_package(
@@ -1712,7 +1706,7 @@ def error_package(
     errors = _impossible(asked, code, "fresh", status_ref)
     if errors:
         raise ResultContractError("; ".join(errors))
-    return _failure(asked, code, _timestamp(now), status_ref).package
+    return _failure(asked, code, _timestamp(now), status_ref)[0]
 
 
 def _checked_ask(principal: Principal, call: ToolCall, spec: ToolSpec | None) -> _Asked:
@@ -1770,9 +1764,8 @@ def _input_errors(spec: ToolSpec, arguments: JsonObject | None) -> list[str]:
     return errors
 
 
-class _Built(NamedTuple):
-    package: ResultPackage
-    text: str  # of its `model_result`, canonical: hashed here, emitted by the adapters
+# A package, and the canonical text of its `model_result`: hashed here, emitted by the adapters.
+_Built: TypeAlias = tuple[ResultPackage, str]
 
 
 def _success(asked: _Asked, spec: ToolSpec, checked: _Checked, delivery: Delivery, status_ref: str | None) -> _Built:
@@ -1881,7 +1874,7 @@ def _package(asked: _Asked, model_result: ModelResult, text: str, downstream: Do
             "redactions": [],
         },
     }
-    return _Built(package, text)
+    return package, text
 
 
 def validate_result(principal: Principal, call: ToolCall, spec: ToolSpec | None, package: object) -> list[str]:
@@ -1907,7 +1900,7 @@ def _validated(
         return None, _bounded(errors)
     wanted = _rebuilt(asked, package, errors)
     if wanted is not None:
-        _differences(wanted.package, package, "$", errors)
+        _differences(wanted[0], package, "$", errors)
     return (None if errors else wanted), _bounded(errors)
 
 
@@ -2301,9 +2294,9 @@ def _dispatch_extras(approvals: object, deadline: object) -> tuple[Approval, ...
 
 def _check_references(status_ref: object, expected_request_sha256: object) -> None:
     """What `query_operation_status` alone takes from its host: part of gate 1."""
-    if type(status_ref) is not str or not _STATUS_REF.fullmatch(status_ref):
+    if type(status_ref) is not str or not re.fullmatch(_STATUS_REF, status_ref):
         raise HostContextError("status_ref: wanted 'status_' and 32 lowercase hex characters")
-    if type(expected_request_sha256) is not str or not _SHA256.fullmatch(expected_request_sha256):
+    if type(expected_request_sha256) is not str or not re.fullmatch(_SHA256, expected_request_sha256):
         raise HostContextError("expected_request_sha256: wanted 64 lowercase hex characters")
 
 
@@ -2339,14 +2332,15 @@ class _Passage:
     def _stopped(self, gate: str, code: str, status_ref: str | None = None) -> _Stop:
         if self._trace is not None:
             self._trace.append((gate, code))
-        return _Stop(_failure(self._asked, code, _timestamp(self._now), status_ref).package)
+        package, _ = _failure(self._asked, code, _timestamp(self._now), status_ref)
+        return _Stop(package)
 
     def _answered(
         self, gate: str, spec: ToolSpec, checked: _Checked, delivery: Delivery, status_ref: str | None
     ) -> ResultPackage:
         if self._trace is not None:
             self._trace.append((gate, f"OK {delivery}"))
-        return _success(self._asked, spec, checked, delivery, status_ref).package
+        return _success(self._asked, spec, checked, delivery, status_ref)[0]
 
     # Gates of both entry points.
 
@@ -2638,8 +2632,9 @@ def _log_raised(tool: str) -> None:
 
     A log that fails itself must not change the answer, which is settled by now.
     """
-    import logging  # noqa: PLC0415 - loaded by the first exception; this module's import takes a tenth longer with it
-
+    logging: Any = sys.modules.get("logging")
+    if logging is None:  # then nobody listens; to import it for that takes a tenth of a run of the command line
+        return
     with suppress(Exception):
         logger = logging.getLogger("tool_dispatcher")
         if not logger.handlers:
@@ -2714,7 +2709,8 @@ def _for_model(
         raise ResultContractError("; ".join(errors[:10]))
     if call.context.provider != provider:
         raise ResultContractError(f"call: wanted one of {provider}")
-    return rebuilt.text, rebuilt.package["model_result"]["status"]
+    package, text = rebuilt
+    return text, package["model_result"]["status"]
 
 
 # ==== 12. Mock shop (§6) ==============================================================================================
