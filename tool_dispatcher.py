@@ -1026,8 +1026,9 @@ def _is_bound(rule: FieldRule, name: str, bound: object) -> bool:
 def _check_enum(rule: FieldRule, path: str) -> None:
     """Each value passes the rest of the rule, which has been checked by now."""
     errors: list[str] = []
+    rest = replace(rule, enum=None, equals_argument=None)
     for member in rule.enum if type(rule.enum) is tuple else ():
-        _check_value(replace(rule, enum=None, equals_argument=None), member, path, {}, errors)
+        _check_value(rest, member, path, {}, errors)
     if not rule.enum or type(rule.enum) is not tuple or errors:
         raise ToolContractError(
             f"{path}.enum: wanted a list, tuple or set of values that fit the rule's type and bounds"
@@ -2718,6 +2719,13 @@ def _for_model(
 
 _MOCK_APPROVER: Final = "human-reviewer-1"
 
+_ORDER_REF: Final = FieldRule(str, min_length=1, max_length=64)
+_SAME_ORDER_REF: Final = replace(_ORDER_REF, equals_argument="order_ref")
+_ORDER_STATUS: Final = FieldRule(str, enum=("paid", "pending", "refunded"))
+_REASON: Final = FieldRule(str, enum=("duplicate", "damaged", "other"))
+_SAME_REASON: Final = replace(_REASON, equals_argument="reason")
+_DRAFT_ID: Final = FieldRule(str, pattern=r"DRAFT-[1-9][0-9]*", max_length=64)
+
 
 @dataclass(slots=True)
 class Order:
@@ -2763,18 +2771,13 @@ class MockShop:
 
     def tools(self) -> tuple[ToolSpec, ToolSpec]:
         """The two tools of the shop: `get_order`, a read, and `create_refund_draft`, a write."""
-        order_ref = FieldRule(str, min_length=1, max_length=64)
-        reason = FieldRule(str, enum=("duplicate", "damaged", "other"))
         return (
             ToolSpec(
                 name="get_order",
                 description="Look up one order by its reference.",
                 effect="read",
-                arguments={"order_ref": order_ref},
-                output={
-                    "order_ref": replace(order_ref, equals_argument="order_ref"),
-                    "status": FieldRule(str, enum=("paid", "pending", "refunded")),
-                },
+                arguments={"order_ref": _ORDER_REF},
+                output={"order_ref": _SAME_ORDER_REF, "status": _ORDER_STATUS},
                 input_schema_revision="get-order-input-v1",
                 output_schema_revision="get-order-output-v2",
                 effect_revision="read-order-v1",
@@ -2792,12 +2795,8 @@ class MockShop:
                 name="create_refund_draft",
                 description="Draft a refund for one paid order; a person decides whether it is made.",
                 effect="write",
-                arguments={"order_ref": order_ref, "reason": reason},
-                output={
-                    "draft_id": FieldRule(str, pattern=r"DRAFT-[1-9][0-9]*", max_length=64),
-                    "order_ref": replace(order_ref, equals_argument="order_ref"),
-                    "reason": replace(reason, equals_argument="reason"),
-                },
+                arguments={"order_ref": _ORDER_REF, "reason": _REASON},
+                output={"draft_id": _DRAFT_ID, "order_ref": _SAME_ORDER_REF, "reason": _SAME_REASON},
                 input_schema_revision="refund-draft-input-v1",
                 output_schema_revision="refund-draft-output-v2",
                 effect_revision="create-refund-draft-v1",
