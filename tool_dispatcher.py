@@ -686,7 +686,7 @@ def bind_tool_call(proposal: ModelProposal, context: ExecutionContext) -> ToolCa
 
 
 def _bound(call: ToolCall) -> _Bound:
-    """The call's snapshot; of a call built by hand, one made now. What is judged is the one that `_ask` takes."""
+    """The call's snapshot; of a call built by hand, one made now. What is judged is the one that `_Asked` takes."""
     return call._bound or cast("_Bound", bind_tool_call(call.proposal, call.context)._bound)
 
 
@@ -1317,7 +1317,7 @@ def _open(document: object) -> str:
 def _document(*names: str) -> str:
     """An open document with exactly these keys.
 
-    The digests of a call cover the same few values. With each of them written once, a dispatch takes an eighth less.
+    The digests of a call cover the same few values. With each of them written once, a dispatch takes a tenth less.
     """
     return _open({name: f"%({name})s" for name in names})
 
@@ -1335,7 +1335,6 @@ _APPROVAL_DOCUMENT: Final = _document(
 _BINDING_DOCUMENT: Final = _document(
     "tenant_id", "subject_id", *_CONTEXT, "tool_contract", "request_sha256", "result_sha256", "downstream"
 )
-_CONTRACT_DOCUMENT: Final = _open({"name": "%(tool)s", **{name: f"%({name})s" for name in _REVISION_FIELDS}})
 _STATUS_DOCUMENT: Final = _open(
     {
         "scope": ["%(tenant_id)s", "%(subject_id)s", "%(tool)s", "%(idempotency_key)s"],
@@ -1345,16 +1344,12 @@ _STATUS_DOCUMENT: Final = _open(
 
 
 class _Asked:
-    """One call by one contract, with its request digest: what every package, approval and record is made from."""
+    """One call by one contract, with its request digest: what every package, approval and record is made from.
 
-    def __init__(
-        self,
-        principal: Principal,
-        call: ToolCall,
-        spec: ToolSpec | None,
-        of_call: Mapping[str, str],
-        text: Callable[[Any], str],
-    ) -> None:
+    For names and contracts that have been checked.
+    """
+
+    def __init__(self, principal: Principal, call: ToolCall, spec: ToolSpec | None) -> None:
         self.principal = principal
         self.context = call.context
         self.spec = spec
@@ -1362,15 +1357,10 @@ class _Asked:
         self.arguments = bound.arguments()  # for the checks of this module; no callback gets this copy
         self.contract = _tool_contract(bound.name, spec)
         # The canonical text of each value that the digests share.
-        self.texts = texts = {**of_call, **_contract_texts(self.contract, spec, text)}
-        texts["tenant_id"], texts["subject_id"] = text(principal.tenant_id), text(principal.subject_id)
+        self.texts = texts = {**bound.texts, **_contract_texts(self.contract, spec)}
+        texts["tenant_id"], texts["subject_id"] = _quote(principal.tenant_id), _quote(principal.subject_id)
         self.request_sha256 = _sha256(_REQUEST_DOCUMENT % texts)
-        texts["request_sha256"] = f'"{self.request_sha256}"'
-
-
-def _ask(principal: Principal, call: ToolCall, spec: ToolSpec | None) -> _Asked:
-    """Canonicalise what a call says once, for everything that is said about it. Its names have been checked."""
-    return _Asked(principal, call, spec, _bound(call).texts, _quote)
+        texts["request_sha256"] = _quote(self.request_sha256)
 
 
 def _tool_contract(name: str, spec: ToolSpec | None) -> ToolContract:
@@ -1387,13 +1377,14 @@ def _tool_contract(name: str, spec: ToolSpec | None) -> ToolContract:
     }
 
 
-def _contract_texts(contract: ToolContract, spec: ToolSpec | None, text: Callable[[Any], str]) -> Mapping[str, str]:
-    if spec is not None and spec._texts is not None and spec.name == contract["name"]:
+def _contract_texts(contract: Any, spec: ToolSpec | None) -> Mapping[str, str]:
+    """Kept with the contract, unless it is that of another tool."""
+    own = spec is not None and spec.name == contract["name"]
+    if spec is not None and own and spec._texts is not None:
         return spec._texts
-    texts = {name: text(value) for name, value in contract.items() if name != "name"}
-    texts["tool"] = text(contract["name"])
-    texts["tool_contract"] = _CONTRACT_DOCUMENT % texts
-    if spec is not None and spec._sound and spec.name == contract["name"]:
+    texts = {revision: _quote(contract[revision]) for revision in _REVISION_FIELDS}
+    texts |= {"tool": _quote(contract["name"]), "tool_contract": _ENCODE(contract)}
+    if own:
         object.__setattr__(spec, "_texts", texts)
     return texts
 
@@ -1403,13 +1394,22 @@ def request_digest(principal: Principal, call: ToolCall, spec: ToolSpec | None) 
 
     Arguments outside the portable domain, or that are no object, count as `null`.
     """
-    return _loosely_asked(principal, call, spec).request_sha256
+    return _sha256(_REQUEST_DOCUMENT % _portable_texts(principal, call, spec))
 
 
-def _loosely_asked(principal: Principal, call: ToolCall, spec: ToolSpec | None) -> _Asked:
-    """`_ask`, for the public digests: names may be anything portable, and are checked as that."""
-    context = zip(_CONTEXT, map(canonical_json, _context_values(call.context)), strict=True)
-    return _Asked(principal, call, spec, {**_bound(call).texts, **dict(context)}, canonical_json)
+def _portable_texts(principal: Principal, call: ToolCall, spec: ToolSpec | None, **given: object) -> dict[str, str]:
+    """The texts of `_Asked` for the public digests, whose values may be anything portable and are checked as that."""
+    bound = _bound(call)
+    contract: Any = _tool_contract(bound.name, spec)
+    values: Any = dict(zip(_CONTEXT, _context_values(call.context), strict=True)) | contract | given
+    values |= {"tool": bound.name, "tool_contract": contract}
+    values |= {"tenant_id": principal.tenant_id, "subject_id": principal.subject_id}
+    values, plain = _snapshot(values)
+    texts = {name: _canonical(value, plain) for name, value in values.items()}
+    texts["arguments"] = bound.texts["arguments"]
+    if "request_sha256" not in given:
+        texts["request_sha256"] = _quote(_sha256(_REQUEST_DOCUMENT % texts))
+    return texts
 
 
 def result_digest(model_result: Mapping[str, object]) -> str:
@@ -1426,32 +1426,25 @@ def call_binding_digest(
     downstream: Downstream,
 ) -> str:
     """Request and result, bound to one principal, provider turn, operation, key, contract and evidence."""
-    given = {"request_sha256": request_sha256, "result_sha256": result_sha256, "downstream": downstream}
-    texts = {name: canonical_json(value) for name, value in given.items()}
-    return _sha256(_BINDING_DOCUMENT % {**_loosely_asked(principal, call, spec).texts, **texts})
+    tied: Any = {"request_sha256": request_sha256, "result_sha256": result_sha256, "downstream": downstream}
+    return _sha256(_BINDING_DOCUMENT % _portable_texts(principal, call, spec, **tied))
 
 
 def call_fingerprint(principal: Principal, call: ToolCall, spec: ToolSpec | None, *, purpose: Purpose) -> str:
     """What one provider call identity stands for: a request, a context and a purpose (gate 2)."""
-    return _fingerprint(_loosely_asked(principal, call, spec), canonical_json(purpose))
-
-
-def _fingerprint(asked: _Asked, purpose: str) -> str:
-    return _sha256(_FINGERPRINT_DOCUMENT % {**asked.texts, "purpose": purpose})
+    return _sha256(_FINGERPRINT_DOCUMENT % _portable_texts(principal, call, spec, purpose=purpose))
 
 
 def approval_digest(
     principal: Principal, call: ToolCall, spec: ToolSpec, *, approval_id: str, approver_id: str, expires_at: int
 ) -> str:
     """What a human said yes to: this call, by this contract, until this second (§8)."""
-    given = map(canonical_json, (approval_id, approver_id, expires_at))
-    return _approval_digest(_loosely_asked(principal, call, spec), *given)
+    about: Any = {"approval_id": approval_id, "approver_id": approver_id, "expires_at": expires_at}
+    return _sha256(_APPROVAL_DOCUMENT % _portable_texts(principal, call, spec, **about))
 
 
-def _approval_digest(asked: _Asked, approval_id: str, approver_id: str, expires_at: str) -> str:
-    """Of texts, not of values."""
-    about = {"approval_id": approval_id, "approver_id": approver_id, "expires_at": expires_at}
-    return _sha256(_APPROVAL_DOCUMENT % {**asked.texts, **about})
+def _fingerprint(asked: _Asked, purpose: Purpose) -> str:
+    return _sha256(_FINGERPRINT_DOCUMENT % {**asked.texts, "purpose": _quote(purpose)})
 
 
 @lru_cache(maxsize=1_024)  # a principal makes many calls
@@ -1529,18 +1522,19 @@ def grant_approval(
         raise HostContextError(f"ttl_seconds: wanted an int from 1 to {APPROVAL_TTL_SECONDS}")
     if not _is_time(now + ttl_seconds):
         raise HostContextError("now: wanted room for the approval's lifetime")
-    return _new_approval(_ask(principal, call, spec), approver_id, now + ttl_seconds)
+    return _new_approval(_Asked(principal, call, spec), approver_id, now + ttl_seconds)
 
 
 def _new_approval(asked: _Asked, approver_id: str, expires_at: int) -> Approval:
     # No randomness in the core: the id follows from what it is about, so the same yes has the same id.
-    about = f"{_fingerprint(asked, _quote('dispatch'))} {approver_id} {expires_at}"
+    about = f"{_fingerprint(asked, 'dispatch')} {approver_id} {expires_at}"
     return Approval(*_fitting_approval(asked, f"approval_{_sha256(about)[:32]}", approver_id, expires_at))
 
 
 def _fitting_approval(asked: _Asked, approval_id: str, approver_id: str, expires_at: int) -> tuple[Any, ...]:
     """The fields of the one approval of this id, approver and expiry that fits the call."""
     context, contract = asked.context, asked.contract
+    about = {"approval_id": _quote(approval_id), "approver_id": _quote(approver_id), "expires_at": str(expires_at)}
     return (
         approval_id,
         context.operation_id,
@@ -1553,7 +1547,7 @@ def _fitting_approval(asked: _Asked, approval_id: str, approver_id: str, expires
         asked.principal.subject_id,
         contract["input_schema_revision"],
         contract["policy_revision"],
-        _approval_digest(asked, _quote(approval_id), _quote(approver_id), str(expires_at)),
+        _sha256(_APPROVAL_DOCUMENT % {**asked.texts, **about}),
         expires_at,
         approver_id,
     )
@@ -1711,14 +1705,14 @@ def error_package(
 
 
 def _checked_ask(principal: Principal, call: ToolCall, spec: ToolSpec | None) -> _Asked:
-    """`_ask`, for values that no gate has seen yet: `ResultContractError` when one is malformed."""
+    """`_Asked`, of values that no gate has seen yet: `ResultContractError` when one is malformed."""
     try:
         _check_host(principal, call)
         if spec is not None:
             _check_spec(spec)
     except (HostContextError, ToolContractError) as error:
         raise ResultContractError(str(error)) from None
-    return _ask(principal, call, spec)
+    return _Asked(principal, call, spec)
 
 
 def _impossible(
@@ -2352,7 +2346,7 @@ class _Passage:
         validate_host_context(self._principal, self._call, now=self._now)
         # A copy: callbacks get the host's own, and frozen is not out of reach.
         principal = Principal(self._principal.tenant_id, self._principal.subject_id, self._principal.roles)
-        self._asked = _ask(principal, self._call, self._host.registry.get(_bound(self._call).name))
+        self._asked = _Asked(principal, self._call, self._host.registry.get(_bound(self._call).name))
         self._passed("context")
 
     def call_identity(self, purpose: Purpose) -> None:
@@ -2366,7 +2360,7 @@ class _Passage:
             context.response_id,
             context.call_id,
         )
-        self._fingerprint = fingerprint = _fingerprint(self._asked, _quote(purpose))
+        self._fingerprint = fingerprint = _fingerprint(self._asked, purpose)
         try:
             bound = self._ledger.bind_call(identity, fingerprint, now=self._now)
         except LedgerCapacityError as full:
@@ -3219,7 +3213,7 @@ def _step_approvals(
     if kind == "none" or spec is None:
         return ()
     if kind == "expired":
-        return (_new_approval(_ask(principal, call, spec), _MOCK_APPROVER, now - 1),)
+        return (_new_approval(_Asked(principal, call, spec), _MOCK_APPROVER, now - 1),)
     valid = grant_approval(principal, call, spec, approver_id=_MOCK_APPROVER, now=now)
     return (valid if kind == "valid" else replace(valid, approval_digest="0" * 64),)
 
