@@ -29,8 +29,6 @@ proposal and context, §5 tool contracts, §6 the mock tools, §7 gates, §8 app
 status query, §11 result package, §12 digests, §13 checking a package, §14 adapters, §15 fixture, §17 command line.
 """
 
-from __future__ import annotations
-
 import errno
 import hashlib
 import json
@@ -784,8 +782,8 @@ class FieldRule:
     pattern: str | None = field(default=None, kw_only=True)
     minimum: float | None = field(default=None, kw_only=True)
     maximum: float | None = field(default=None, kw_only=True)
-    items: FieldRule | None = field(default=None, kw_only=True)
-    fields: Mapping[str, FieldRule] | None = field(default=None, kw_only=True)
+    items: "FieldRule | None" = field(default=None, kw_only=True)
+    fields: "Mapping[str, FieldRule] | None" = field(default=None, kw_only=True)
     equals_argument: str | None = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
