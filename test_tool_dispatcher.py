@@ -2697,10 +2697,12 @@ class ProposalTests(DispatcherCase):
         for kind in (
             td.Principal, td.ModelProposal, td.ExecutionContext, td.ToolCall, td.FieldRule, td.ToolSpec,
             td.HandlerResult, td.Receipt, td.Invocation, td.ReceiptQuery, td.Approval, td.OperationRecord,
-            td.ErrorPolicy,
         ):  # fmt: skip
             with self.subTest(frozen=kind.__name__), self.assertRaises(dataclasses.FrozenInstanceError):
                 setattr(half_built(kind), field_names(kind)[0], "changed")
+        policy: Any = td.ERROR_CATALOG["NOT_FOUND"]
+        with self.assertRaises(AttributeError):
+            policy.recovery = "retry_after"
         # Frozen is not out of reach for who holds the host's own values.
         theirs, mine = context(idempotency_key="key-1"), altered(USER)
         call = td.bind_tool_call(td.ModelProposal("own_tool", {"value": "text"}), theirs)

@@ -131,8 +131,7 @@ _DELIVERIES: Final = get_args(Delivery)
 _RECOVERIES: Final = get_args(Recovery)
 
 
-@dataclass(frozen=True, slots=True)
-class ErrorPolicy:
+class ErrorPolicy(NamedTuple):
     """What one error code means: for the model (`safe_message`, `recovery`) and for the host (`outcome`)."""
 
     category: Category
