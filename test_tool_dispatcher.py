@@ -2709,16 +2709,34 @@ class ProposalTests(DispatcherCase):
         object.__setattr__(theirs, "call_id", "call-9")
         self.assertEqual(call.context, context(idempotency_key="key-1"))
 
+        asked: list[str] = []
+
         def moved(principal: td.Principal, arguments: Any) -> bool:
+            asked.append(principal.subject_id)
             object.__setattr__(principal, "subject_id", "user-2")
             return True
 
-        spec, ledger = own_tool(effect="write", authorize=moved), td.MemoryLedger()
+        def lost(invocation: td.Invocation) -> td.HandlerResult:
+            moved(invocation.principal, None)
+            raise TimeoutError
+
+        def receipt(query: td.ReceiptQuery) -> td.Receipt | None:
+            moved(query.principal, None)
+            return None
+
+        spec, ledger = (
+            own_tool(effect="write", authorize=moved, business_rule=moved, handler=lost, find_receipt=receipt),
+            td.MemoryLedger(),
+        )
         host = Host([spec], ledger=ledger)
         answer = host.dispatch(call, principal=mine, approvals=[host.approve(call)])
-        self.assertEqual((verdict(answer)[0], mine.subject_id), ("OK", "user-2"))
+        self.assertEqual(verdict(answer)[0], "OUTCOME_UNKNOWN")
         self.assertEqual(td.validate_result(USER, call, spec, answer), [])
         self.assertIsNotNone(ledger.find(("tenant-a", "user-1", "own_tool", "key-1")))
+        query = bind("own_tool", {"value": "text"}, idempotency_key="key-1", call_id="call-2")
+        self.asks(host, query, answer, "receipt", "OUTCOME_UNKNOWN")
+        self.assertEqual(asked, ["user-1"] * 5)
+        self.assertEqual(mine, USER)
 
     def test_a_call_built_or_replaced_by_hand_is_snapshotted_again(self) -> None:
         given: dict[str, Any] = {}

@@ -14,7 +14,7 @@ output passes a gate of its own:
       -> model_result  --------------------------> provider adapter -> model
       -> protected_audit with three digests -----> stays with the host
 
-Read it top to bottom. Each section uses only sections above it; within one, the main thing comes first:
+Read it top to bottom. Each section uses only sections above it:
 
      1 contract names and limits      6 digests                          11 provider adapters
      2 errors                         7 approval                         12 mock shop
@@ -44,9 +44,9 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from datetime import datetime, timedelta
 from functools import lru_cache
-from itertools import count, pairwise, repeat
+from itertools import count, repeat
 from math import isfinite
-from operator import attrgetter
+from operator import attrgetter, lt
 from types import MappingProxyType
 from typing import Any, Final, Literal, NamedTuple, NoReturn, Protocol, TypeAlias, TypedDict, cast, get_args
 
@@ -97,8 +97,11 @@ MAX_LEDGER_ENTRIES: Final = 100_000
 
 # The contract bounds one string and the number of values; their product is 4 Gi characters. So the sum is bounded too.
 _MAX_TEXT_CHARS: Final = 16_777_216
-# A document may nest a tool's arguments or data two levels deep and must stay in the domain (§3).
+# A tool's arguments or data stand in a document, at most two levels deep and beside less than these margins of values
+# and characters, and it must stay in the domain (§3).
 _MAX_PAYLOAD_DEPTH: Final = MAX_JSON_DEPTH - 2
+_VALUES_BESIDE_PAYLOAD: Final = 64
+_CHARS_BESIDE_PAYLOAD: Final = 16_384
 
 # (provider, api_family) -> adapter_revision: the only three profiles a call can be bound to.
 PROVIDER_PROFILES: Final[Mapping[tuple[str, str], str]] = MappingProxyType(
@@ -284,9 +287,11 @@ class _Walk:
 
     __slots__ = ("chars", "plain", "values")
 
-    def __init__(self) -> None:
-        self.values = MAX_JSON_NODES
-        self.chars = _MAX_TEXT_CHARS
+    def __init__(self, depth: int = MAX_JSON_DEPTH) -> None:
+        self.values, self.chars = MAX_JSON_NODES, _MAX_TEXT_CHARS
+        if depth < MAX_JSON_DEPTH:
+            self.values -= _VALUES_BESIDE_PAYLOAD
+            self.chars -= _CHARS_BESIDE_PAYLOAD
         self.plain = True  # no float and no key beyond ASCII: the standard encoder's bytes are RFC 8785's
 
 
@@ -297,7 +302,7 @@ def _snapshot(value: object, depth: int = MAX_JSON_DEPTH) -> tuple[JsonValue, bo
     what is kept, whatever happens to the original. Types are exact: a subclass could answer differently at its next
     reading, so none of its methods is ever called.
     """
-    walk = _Walk()
+    walk = _Walk(depth)
     copy = _copied(value, depth, walk)
     return copy, walk.plain
 
@@ -391,7 +396,7 @@ class _Decoding:
         return self._decoder(object_pairs_hook=self._members).decode(text)
 
     def _decoder(self, **hook: Any) -> json.JSONDecoder:
-        return json.JSONDecoder(parse_int=self._integer, parse_float=self._number, parse_constant=self._number, **hook)
+        return json.JSONDecoder(parse_int=self._integer, parse_float=self._float, parse_constant=self._float, **hook)
 
     def _counted(self, members: dict[str, Any]) -> dict[str, Any]:
         self.sizes.append(len(members))
@@ -410,7 +415,7 @@ class _Decoding:
         self.doubtful |= not -MAX_SAFE_INTEGER <= value <= MAX_SAFE_INTEGER
         return value
 
-    def _number(self, literal: str) -> float:
+    def _float(self, literal: str) -> float:
         self.doubtful = True
         return float(literal)  # 1e400 becomes infinity, `NaN` a NaN
 
@@ -420,21 +425,24 @@ _ALL_BUT_STRUCTURE: Final = bytes(set(range(256)) - set(b'"[{,:]}'))
 _ONE_KIND: Final = bytes.maketrans(b"[{]}", b"(())")
 
 
-def _count_marks(raw: bytes) -> tuple[int, int]:
-    """The commas and colons outside strings; raises on nesting, before the recursive decoder sees it.
+def _outside_strings(raw: bytes) -> bytes:
+    """The brackets, braces, commas and colons outside strings, without a look at anything else.
 
-    Without recursion: of a text cut at its quotes, every other piece stands outside the strings. Two quotes side by
-    side change nothing in that, so most strings are gone before the cut.
+    Of a text cut at its quotes, every other piece stands outside the strings. Two quotes side by side change nothing in
+    that, so most strings are gone before the cut.
     """
     unescaped = re.sub(_ESCAPE, b"", raw) if b"\\" in raw else raw
     structure = unescaped.translate(None, _ALL_BUT_STRUCTURE).replace(b'""', b"")
-    outside = b"".join(structure.split(b'"')[::2])
+    return b"".join(structure.split(b'"')[::2])
+
+
+def _check_nesting(outside: bytes) -> None:
+    """Before the recursive decoder sees the text, and without recursion."""
     nest = outside.translate(_ONE_KIND, b",:")
     for _ in range(MAX_JSON_DEPTH):
-        nest = nest.replace(b"()", b"")  # what is innermost
+        nest = nest.replace(b"()", b"")  # takes away one level, the innermost; what is left is deeper or not closed
     if b"()" in nest or nest.count(b"(") > MAX_JSON_DEPTH:
         raise PortableJsonError(f"nested too deep: wanted at most {MAX_JSON_DEPTH} levels")
-    return outside.count(b","), outside.count(b":")
 
 
 def parse_json(raw: bytes) -> JsonValue:
@@ -451,22 +459,23 @@ def parse_json(raw: bytes) -> JsonValue:
         text = raw.decode("utf-8")
     except UnicodeDecodeError as error:
         raise PortableJsonError(f"wanted UTF-8, which byte {error.start} is not") from None
-    commas, colons = _count_marks(raw)
+    outside = _outside_strings(raw)
+    _check_nesting(outside)
     decoding = _Decoding()
     try:
         value: JsonValue = decoding.quickly(text)
     except json.JSONDecodeError as error:
         raise PortableJsonError(f"wanted JSON; line {error.lineno}, column {error.colno}: {error.msg}") from None
+    # Every rule for values stands in `_snapshot`; here it is only asked whether its walk can be spared.
     sizes = decoding.sizes
     members = sum(sizes)
     doubtful = (
         decoding.doubtful
         or "\\u" in text  # which alone can make a lone surrogate
-        or members != colons  # each colon wrote a member: a repeated key lost one
+        or members != outside.count(b":")  # each colon wrote a member: a repeated key lost one
         or max(sizes, default=0) > MAX_MEMBERS
-        or commas - (members - len(sizes)) >= MAX_MEMBERS  # the commas in arrays, at the most
-    )
-    # The other limits follow from the number of bytes. Without doubt, the walk over every value is saved.
+        or outside.count(b",") - (members - len(sizes)) >= MAX_MEMBERS  # the commas in arrays, at the most
+    )  # and the other limits follow from the number of bytes
     return _snapshot(decoding.with_repeated_keys(text))[0] if doubtful else value
 
 
@@ -481,6 +490,7 @@ def _encoder() -> Callable[[object], str]:
     )
     try:
         make: Any = json.encoder.c_make_encoder  # type: ignore[attr-defined]
+        # No memory of containers, no indent, the two separators; keys sorted, none skipped, no NaN.
         kept = make(None, standard.default, json.encoder.encode_basestring, None, ":", ",", True, False, False)
     except (AttributeError, TypeError):
         return standard.encode
@@ -489,7 +499,7 @@ def _encoder() -> Callable[[object], str]:
 
 # Also writes the text of a snapshot: its floats keep their point (`2.0`), so reading it back gives the same types.
 _ENCODE: Final = _encoder()
-_quote: Final = json.encoder.encode_basestring
+_json_string: Final = json.encoder.encode_basestring  # the same text for one string, in a quarter of the time
 _decode: Final = json.JSONDecoder().raw_decode
 
 
@@ -502,7 +512,7 @@ def _canonical(value: object, plain: bool) -> str:
     """Encode what is known to be portable, and plain or not.
 
     The standard encoder gives RFC 8785's bytes but for two things: how a float is written, and the order of keys when
-    one has a character beyond U+FFFF. A document with neither is written about six times as fast.
+    one has a character beyond U+FFFF. A document without a float and with ASCII keys is written six times as fast.
     """
     return _ENCODE(value) if plain else _canonical_slowly(value)
 
@@ -616,23 +626,21 @@ class ExecutionContext:
     adapter_revision: str
 
 
-_CONTEXT: Final = tuple(ExecutionContext.__dataclass_fields__)
-_context_values: Final = attrgetter(*_CONTEXT)
+_CONTEXT_NAMES: Final = tuple(ExecutionContext.__dataclass_fields__)
+_context_values: Final = attrgetter(*_CONTEXT_NAMES)
 
 
 class _Bound(NamedTuple):
-    """What binding found: a snapshot of the proposal, and what is wrong with the context.
-
-    A text cannot be changed by anyone, and each reader parses a copy of its own.
-    """
+    """What binding found: a snapshot of proposal and context, and what is wrong with the context."""
 
     name: str
-    text: str | None  # of the arguments, as JSON
-    texts: Mapping[str, str]  # canonical, for the digests: of the arguments and of each value of the context
-    wrong: str  # for gate 1 to raise, where the host expects it; then `texts` has the arguments only
+    context: ExecutionContext
+    arguments_json: str | None  # which gives the same types back; out of reach, each reader parses a copy of its own
+    texts: Mapping[str, str]  # what the digests (§12) cover of arguments and context: the canonical text of each value
+    wrong: str  # for gate 1 (§7) to raise, where the host expects it; then `texts` has the arguments only
 
     def arguments(self) -> JsonObject | None:
-        arguments: JsonObject | None = None if self.text is None else _decode(self.text)[0]
+        arguments: JsonObject | None = None if self.arguments_json is None else _decode(self.arguments_json)[0]
         return arguments
 
 
@@ -661,7 +669,7 @@ def bind_tool_call(proposal: ModelProposal, context: ExecutionContext) -> ToolCa
 
     Nothing in the proposal raises: a name that is no identifier becomes `"(unregistered)"`, arguments that are no
     object of the portable domain become None, and the gates answer with a result. `HostContextError` only when
-    `proposal` or `context` is of another type.
+    `proposal` or `context` is of another type or was made without its fields.
     """
     if type(proposal) is not ModelProposal:
         raise HostContextError("proposal: wanted a ModelProposal")
@@ -669,34 +677,35 @@ def bind_tool_call(proposal: ModelProposal, context: ExecutionContext) -> ToolCa
         raise HostContextError("context: wanted an ExecutionContext")
     try:
         context = replace(context)  # the caller may still hold the other one
-        name = proposal.name if _is_identifier(proposal.name) else _UNREGISTERED_NAME
-        arguments, plain = _snapshot(proposal.arguments, _MAX_PAYLOAD_DEPTH)
-    except AttributeError:  # made without its `__init__`
+        name, given = proposal.name, proposal.arguments
+    except AttributeError:
         raise HostContextError("proposal, context: wanted values with all their fields") from None
+    try:
+        arguments, plain = _snapshot(given, _MAX_PAYLOAD_DEPTH)
     except PortableJsonError:
         arguments, plain = None, True
     if type(arguments) is not dict:
         arguments, plain = None, True
-    call = ToolCall(ModelProposal(name, arguments), context)
-    text = None if arguments is None else _ENCODE(arguments)
     wrong = _wrong_context(context)
-    texts = {} if wrong else dict(zip(_CONTEXT, map(_name, _context_values(context)), strict=True))
+    texts = {} if wrong else dict(zip(_CONTEXT_NAMES, map(_json_name, _context_values(context)), strict=True))
     texts["arguments"] = _canonical(arguments, plain)
-    object.__setattr__(call, "_bound", _Bound(name, text, texts, wrong))
+    call = ToolCall(ModelProposal(name if _is_identifier(name) else _UNREGISTERED_NAME, arguments), context)
+    arguments_json = None if arguments is None else _ENCODE(arguments)
+    object.__setattr__(call, "_bound", _Bound(call.proposal.name, context, arguments_json, texts, wrong))
     return call
 
 
 def _bound(call: ToolCall) -> _Bound:
-    """The call's snapshot; of a call built by hand, one made now. What is judged is the one that `_Asked` takes."""
+    """The call's snapshot; of a call built by hand, one made now, so each entry point takes it once."""
     return call._bound or cast("_Bound", bind_tool_call(call.proposal, call.context)._bound)
 
 
 _IDENTIFIER_WANTED: Final = f"wanted a string of 1 to {MAX_IDENTIFIER_CHARS} printable characters, not blank"
 
 
-def _name(value: str | None) -> str:
+def _json_name(value: str | None) -> str:
     """The canonical text of an identifier or None."""
-    return "null" if value is None else _quote(value)
+    return "null" if value is None else _json_string(value)
 
 
 def _is_optional_identifier(value: object) -> bool:
@@ -709,11 +718,8 @@ def _is_time(value: object) -> bool:
 
 def _are_roles(value: Sequence[object]) -> bool:
     """Sorted and unique, so that one set of roles has one spelling."""
-    return not value or (
-        len(value) <= MAX_ROLES
-        and all(map(_is_identifier, value))
-        and all(one < other for one, other in pairwise(cast("Sequence[str]", value)))
-    )
+    roles: Any = value
+    return len(roles) <= MAX_ROLES and all(map(_is_identifier, roles)) and all(map(lt, roles, roles[1:]))
 
 
 _ROLES_WANTED: Final = f"wanted at most {MAX_ROLES} identifiers, sorted and unique"
@@ -736,12 +742,18 @@ def validate_host_context(principal: Principal, call: ToolCall, *, now: int) -> 
 
     `now` is in Unix seconds, 0 to `MAX_PORTABLE_UNIX_SECONDS`. Nothing the model controls is judged.
     """
-    _check_host(principal, call)
+    _check_host_at(principal, call, now)
+
+
+def _check_host_at(principal: Principal, call: ToolCall, now: object) -> _Bound:
+    bound = _check_host(principal, call)
     if not _is_time(now):
         raise HostContextError(f"now: wanted an int of seconds from 0 to {MAX_PORTABLE_UNIX_SECONDS}")
+    return bound
 
 
-def _check_host(principal: Principal, call: ToolCall) -> None:
+def _check_host(principal: Principal, call: ToolCall) -> _Bound:
+    """Returns the snapshot that was judged."""
     try:
         if type(principal) is not Principal:
             raise HostContextError("principal: wanted a Principal")
@@ -751,10 +763,12 @@ def _check_host(principal: Principal, call: ToolCall) -> None:
             raise HostContextError(f"principal.roles: {_ROLES_WANTED}, in a tuple")
         if type(call) is not ToolCall:
             raise HostContextError("call: wanted a ToolCall")
-        if wrong := _bound(call).wrong:
-            raise HostContextError(wrong)
+        bound = _bound(call)
     except AttributeError:  # made without its `__init__`
         raise HostContextError("principal, call: wanted values with all their fields") from None
+    if bound.wrong:
+        raise HostContextError(bound.wrong)
+    return bound
 
 
 # ==== 5. Tool contracts (§5) ==========================================================================================
@@ -890,7 +904,8 @@ class ToolSpec:
     timeout_ms: int = 1_000
     max_output_bytes: int = 4_096
     max_output_depth: int = 4
-    # Set by `_check_spec`, and what the digests say of a sound contract; not carried over by `dataclasses.replace`.
+    # Not carried over by `dataclasses.replace`: that `_check_spec` found the contract sound, and what the digests (§12)
+    # cover of it, kept by `_contract_texts`.
     _sound: bool = field(default=False, init=False, repr=False, compare=False)
     _texts: Mapping[str, str] | None = field(default=None, init=False, repr=False, compare=False)
 
@@ -1010,13 +1025,13 @@ def _check_bounds(rule: FieldRule, path: str) -> None:
     for low_name, high_name in (("min_length", "max_length"), ("minimum", "maximum")):
         low, high = getattr(rule, low_name), getattr(rule, high_name)
         for name, bound in ((low_name, low), (high_name, high)):
-            if bound is not None and not _is_bound(rule, name, bound):
+            if bound is not None and not _is_fitting_bound(rule, name, bound):
                 raise ToolContractError(f"{path}.{name}: wanted a bound that fits the field's type")
         if low is not None and high is not None and low > high:
             raise ToolContractError(f"{path}.{low_name}: wanted no more than {high_name}")
 
 
-def _is_bound(rule: FieldRule, name: str, bound: object) -> bool:
+def _is_fitting_bound(rule: FieldRule, name: str, bound: object) -> bool:
     if name.endswith("_length"):
         return type(bound) is int and 0 <= bound <= MAX_SAFE_INTEGER
     return (type(bound) is int and abs(bound) <= MAX_SAFE_INTEGER) or (
@@ -1120,6 +1135,7 @@ def _visible(text: str) -> str:
 
 
 def _is_sensitive_name(name: str) -> bool:
+    # Long names are not kept.
     return _reads_sensitive(name) if len(name) <= MAX_IDENTIFIER_CHARS else _reads_sensitive.__wrapped__(name)
 
 
@@ -1170,7 +1186,7 @@ def _check_sensitive(value: JsonValue, strings: bool, path: str, errors: list[st
             _check_sensitive(item, strings, f"{path}[{index}]", errors)
 
 
-_TIMESTAMP: Final = r"[0-9]{4}-[0-9]{2}-[0-9]{2}T[0-9]{2}:[0-9]{2}:[0-9]{2}Z"
+_TIMESTAMP_FORM: Final = r"[0-9]{4}-[0-9]{2}-[0-9]{2}T[0-9]{2}:[0-9]{2}:[0-9]{2}Z"
 
 
 def _is_timestamp(value: object) -> bool:
@@ -1180,7 +1196,7 @@ def _is_timestamp(value: object) -> bool:
 
 @lru_cache(maxsize=64)  # many results share a second
 def _exists(timestamp: str) -> bool:
-    if not re.fullmatch(_TIMESTAMP, timestamp):
+    if not re.fullmatch(_TIMESTAMP_FORM, timestamp):
         return False
     try:
         return datetime.fromisoformat(timestamp).hour == int(timestamp[11:13])  # newer versions read 24:00 as 00:00
@@ -1230,8 +1246,8 @@ class _Checked(NamedTuple):
     observed_at: str
     request_id: str | None
     receipt_id: str | None
-    text: str  # of the data, as JSON
-    canonical: str
+    data_json: str  # which gives the same types back, for the ledger's copy
+    canonical: str  # text of the data, for the digest
 
 
 def _checked_output(spec: ToolSpec, arguments: JsonObject | None, result: object) -> tuple[_Checked | None, list[str]]:
@@ -1264,22 +1280,22 @@ def _checked_values(
     if not all(map(_is_optional_identifier, (resource_revision, request_id, receipt_id))):
         errors.append(f"resource_revision, request_id, receipt_id: {_IDENTIFIER_WANTED}, or None, each")
     try:
-        data, plain = _snapshot(given, min(spec.max_output_depth, _MAX_PAYLOAD_DEPTH))
+        data, plain = _snapshot(given, spec.max_output_depth)
     except PortableJsonError as error:
         return None, [*errors, _clipped(f"data{error.path}: {error.wanted}")]
     if type(data) is not dict:
         return None, [*errors, "data: wanted an object"]
-    text = _ENCODE(data)
-    canonical = text if plain else _canonical_slowly(data)
+    data_json = _ENCODE(data)
+    canonical = data_json if plain else _canonical(data, plain)
     if len(canonical if canonical.isascii() else canonical.encode()) > spec.max_output_bytes:
         # What is too long is not looked into: the rest would take long as well.
         return None, _bounded([*errors, f"data: wanted at most {spec.max_output_bytes} bytes of canonical JSON"])
     _check_fields(spec.output, data, "data", arguments or {}, errors)
-    _check_sensitive(data, _may_hold_credential(text), "data", errors)
+    _check_sensitive(data, _may_hold_credential(data_json), "data", errors)
     if errors:
         return None, _bounded(errors)
-    values: Any = (data, producer_revision, resource_revision, observed_at, request_id, receipt_id, text, canonical)
-    return _Checked(*values), errors
+    evidence: Any = (producer_revision, resource_revision, observed_at, request_id, receipt_id, data_json, canonical)
+    return _Checked(data, *evidence), []
 
 
 # ==== 6. Digests (§12) ================================================================================================
@@ -1310,33 +1326,39 @@ class Downstream(TypedDict):
     status_ref: str | None
 
 
-def _open(document: object) -> str:
-    """The canonical text of a document in which `"%(name)s"` stands for a value: open, by `%`, for the text of it."""
+def _template(document: object) -> str:
+    """The canonical text of a document, in which each `"%(name)s"` is a gap to be filled with a canonical text."""
     return canonical_json(document).replace('"%(', "%(").replace(')s"', ")s")
 
 
-def _document(*names: str) -> str:
-    """An open document with exactly these keys.
+def _template_of(*names: str) -> str:
+    """`_template_of("a", "b")` is `{"a":%(a)s,"b":%(b)s}`; filled, it is the canonical text of an object of these keys.
 
     The digests of a call cover the same few values. With each of them written once, a dispatch takes a tenth less.
     """
-    return _open({name: f"%({name})s" for name in names})
+    return _template({name: f"%({name})s" for name in names})
 
 
 # What each digest covers: exactly the keys of §12.
 
-_REVISIONS: Final = ("input_schema_revision", "output_schema_revision", "effect_revision")
+_CONTRACT_NAMES: Final = ("input_schema_revision", "output_schema_revision", "effect_revision")
 
-_PRINCIPAL_DOCUMENT: Final = _document("tenant_id", "subject_id")
-_REQUEST_DOCUMENT: Final = _document("tenant_id", "subject_id", "tool", "arguments", *_REVISIONS)
-_FINGERPRINT_DOCUMENT: Final = _document(*_CONTEXT, "purpose", "request_sha256")
-_APPROVAL_DOCUMENT: Final = _document(
-    *_CONTEXT, "request_sha256", *_REVISIONS, "policy_revision", "approval_id", "approver_id", "expires_at"
+_PRINCIPAL_TEMPLATE: Final = _template_of("tenant_id", "subject_id")
+_REQUEST_TEMPLATE: Final = _template_of("tenant_id", "subject_id", "tool", "arguments", *_CONTRACT_NAMES)
+_FINGERPRINT_TEMPLATE: Final = _template_of(*_CONTEXT_NAMES, "purpose", "request_sha256")
+_APPROVAL_TEMPLATE: Final = _template_of(
+    *_CONTEXT_NAMES,
+    "request_sha256",
+    *_CONTRACT_NAMES,
+    "policy_revision",
+    "approval_id",
+    "approver_id",
+    "expires_at",
 )
-_BINDING_DOCUMENT: Final = _document(
-    "tenant_id", "subject_id", *_CONTEXT, "tool_contract", "request_sha256", "result_sha256", "downstream"
+_BINDING_TEMPLATE: Final = _template_of(
+    "tenant_id", "subject_id", *_CONTEXT_NAMES, "tool_contract", "request_sha256", "result_sha256", "downstream"
 )
-_STATUS_DOCUMENT: Final = _open(
+_STATUS_TEMPLATE: Final = _template(
     {
         "scope": ["%(tenant_id)s", "%(subject_id)s", "%(tool)s", "%(idempotency_key)s"],
         "request_sha256": "%(request_sha256)s",
@@ -1347,21 +1369,23 @@ _STATUS_DOCUMENT: Final = _open(
 class _Asked:
     """One call by one contract, with its request digest: what every package, approval and record is made from.
 
-    For names and contracts that have been checked.
+    Of what `_check_host` and `_check_spec` have let through; for the public digests there is `_portable_texts`.
     """
 
-    def __init__(self, principal: Principal, call: ToolCall, spec: ToolSpec | None) -> None:
+    def __init__(self, principal: Principal, bound: _Bound, spec: ToolSpec | None) -> None:
         self.principal = principal
-        self.context = call.context
+        self.name = bound.name
+        self.context = bound.context
         self.spec = spec
-        self.bound = bound = _bound(call)
+        self.bound = bound
         self.arguments = bound.arguments()  # for the checks of this module; no callback gets this copy
         self.contract = _tool_contract(bound.name, spec)
-        # The canonical text of each value that the digests share.
+        # The canonical text of each value that more than one digest covers.
         self.texts = texts = {**bound.texts, **_contract_texts(self.contract, spec)}
-        texts["tenant_id"], texts["subject_id"] = _quote(principal.tenant_id), _quote(principal.subject_id)
-        self.request_sha256 = _sha256(_REQUEST_DOCUMENT % texts)
-        texts["request_sha256"] = _quote(self.request_sha256)
+        texts["tenant_id"] = _json_string(principal.tenant_id)
+        texts["subject_id"] = _json_string(principal.subject_id)
+        self.request_sha256 = _sha256(_REQUEST_TEMPLATE % texts)
+        texts["request_sha256"] = _json_string(self.request_sha256)
 
 
 def _tool_contract(name: str, spec: ToolSpec | None) -> ToolContract:
@@ -1379,12 +1403,13 @@ def _tool_contract(name: str, spec: ToolSpec | None) -> ToolContract:
 
 
 def _contract_texts(contract: Any, spec: ToolSpec | None) -> Mapping[str, str]:
-    """Kept with the contract, unless it is that of another tool."""
+    """Kept with the spec, unless it is that of another tool: an answer about that must leave no trace."""
     own = spec is not None and spec.name == contract["name"]
-    if spec is not None and own and spec._texts is not None:
-        return spec._texts
-    texts = {revision: _quote(contract[revision]) for revision in _REVISION_FIELDS}
-    texts |= {"tool": _quote(contract["name"]), "tool_contract": _ENCODE(contract)}
+    kept = spec._texts if spec is not None and own else None
+    if kept is not None:
+        return kept
+    texts = {revision: _json_string(contract[revision]) for revision in _REVISION_FIELDS}
+    texts |= {"tool": _json_string(contract["name"]), "tool_contract": _ENCODE(contract)}
     if own:
         object.__setattr__(spec, "_texts", texts)
     return texts
@@ -1393,24 +1418,25 @@ def _contract_texts(contract: Any, spec: ToolSpec | None) -> Mapping[str, str]:
 def request_digest(principal: Principal, call: ToolCall, spec: ToolSpec | None) -> str:
     """Who wants what from which contract; without the idempotency key on purpose: it says "same business intent".
 
-    Arguments outside the portable domain, or that are no object, count as `null`.
+    Arguments outside the portable domain, or that are no object, count as `null`. For this digest and the next three,
+    a value that is not portable is a `PortableJsonError`, an argument of another type a `HostContextError`.
     """
-    return _sha256(_REQUEST_DOCUMENT % _portable_texts(principal, call, spec))
+    return _sha256(_REQUEST_TEMPLATE % _portable_texts(principal, call, spec))
 
 
 def _portable_texts(principal: Principal, call: ToolCall, spec: ToolSpec | None, **given: object) -> dict[str, str]:
-    """The texts of `_Asked` for the public digests, whose values may be anything portable and are checked as that."""
-    bound = _bound(call)
-    contract: Any = _tool_contract(bound.name, spec)
-    values: Any = dict(zip(_CONTEXT, _context_values(call.context), strict=True)) | contract | given
-    values |= {"tool": bound.name, "tool_contract": contract}
-    values |= {"tenant_id": principal.tenant_id, "subject_id": principal.subject_id}
+    """The texts of `_Asked`, and of what is given, where nobody has checked the values: they must be portable."""
+    try:
+        bound = _bound(call)
+        contract: Any = _tool_contract(bound.name, spec)
+        values: Any = dict(zip(_CONTEXT_NAMES, _context_values(bound.context), strict=True)) | contract | given
+        values |= {"tool": bound.name, "tool_contract": contract}
+        values |= {"tenant_id": principal.tenant_id, "subject_id": principal.subject_id}
+    except AttributeError:
+        raise HostContextError("principal, call, spec: wanted values with all their fields") from None
     values, plain = _snapshot(values)
     texts = {name: _canonical(value, plain) for name, value in values.items()}
-    texts["arguments"] = bound.texts["arguments"]
-    if "request_sha256" not in given:
-        texts["request_sha256"] = _quote(_sha256(_REQUEST_DOCUMENT % texts))
-    return texts
+    return texts | {"arguments": bound.texts["arguments"]}
 
 
 def result_digest(model_result: Mapping[str, object]) -> str:
@@ -1427,32 +1453,44 @@ def call_binding_digest(
     downstream: Downstream,
 ) -> str:
     """Request and result, bound to one principal, provider turn, operation, key, contract and evidence."""
-    tied: Any = {"request_sha256": request_sha256, "result_sha256": result_sha256, "downstream": downstream}
-    return _sha256(_BINDING_DOCUMENT % _portable_texts(principal, call, spec, **tied))
+    texts = _portable_texts(
+        principal, call, spec, request_sha256=request_sha256, result_sha256=result_sha256, downstream=downstream
+    )
+    return _sha256(_BINDING_TEMPLATE % texts)
 
 
 def call_fingerprint(principal: Principal, call: ToolCall, spec: ToolSpec | None, *, purpose: Purpose) -> str:
     """What one provider call identity stands for: a request, a context and a purpose (gate 2)."""
-    return _sha256(_FINGERPRINT_DOCUMENT % _portable_texts(principal, call, spec, purpose=purpose))
+    request_sha256 = request_digest(principal, call, spec)
+    texts = _portable_texts(principal, call, spec, request_sha256=request_sha256, purpose=purpose)
+    return _sha256(_FINGERPRINT_TEMPLATE % texts)
+
+
+def _fingerprint(asked: _Asked, purpose: Purpose) -> str:
+    return _sha256(_FINGERPRINT_TEMPLATE % {**asked.texts, "purpose": _json_string(purpose)})
 
 
 def approval_digest(
     principal: Principal, call: ToolCall, spec: ToolSpec, *, approval_id: str, approver_id: str, expires_at: int
 ) -> str:
     """What a human said yes to: this call, by this contract, until this second (§8)."""
-    about: Any = {"approval_id": approval_id, "approver_id": approver_id, "expires_at": expires_at}
-    return _sha256(_APPROVAL_DOCUMENT % _portable_texts(principal, call, spec, **about))
-
-
-def _fingerprint(asked: _Asked, purpose: Purpose) -> str:
-    return _sha256(_FINGERPRINT_DOCUMENT % {**asked.texts, "purpose": _quote(purpose)})
+    texts = _portable_texts(
+        principal,
+        call,
+        spec,
+        request_sha256=request_digest(principal, call, spec),
+        approval_id=approval_id,
+        approver_id=approver_id,
+        expires_at=expires_at,
+    )
+    return _sha256(_APPROVAL_TEMPLATE % texts)
 
 
 @lru_cache(maxsize=1_024)  # a principal makes many calls
 def _principal_ref(tenant_id: str, subject_id: str) -> str:
     """A teaching hash, not keyed pseudonymisation: whoever can guess both identifiers can recompute it."""
-    texts = {"tenant_id": _quote(tenant_id), "subject_id": _quote(subject_id)}
-    return f"sha256:{_sha256(_PRINCIPAL_DOCUMENT % texts)}"
+    texts = {"tenant_id": _json_string(tenant_id), "subject_id": _json_string(subject_id)}
+    return f"sha256:{_sha256(_PRINCIPAL_TEMPLATE % texts)}"
 
 
 Scope: TypeAlias = tuple[str, str, str, str]  # tenant, subject, tool, idempotency key
@@ -1461,16 +1499,12 @@ Scope: TypeAlias = tuple[str, str, str, str]  # tenant, subject, tool, idempoten
 def _scope(asked: _Asked) -> Scope:
     """Within which a key is unique. A call without a key has an empty one, which no record has."""
     principal, context = asked.principal, asked.context
-    return (principal.tenant_id, principal.subject_id, asked.bound.name, context.idempotency_key or "")
+    return (principal.tenant_id, principal.subject_id, asked.name, context.idempotency_key or "")
 
 
 def _status_ref(asked: _Asked) -> str:
     """Opaque to callers (§9): names an operation without telling whose or what it is."""
-    return f"status_{_sha256(_STATUS_DOCUMENT % asked.texts)[:32]}"
-
-
-_STATUS_REF: Final = r"status_[0-9a-f]{32}"
-_SHA256: Final = r"[0-9a-f]{64}"
+    return f"status_{_sha256(_STATUS_TEMPLATE % asked.texts)[:32]}"
 
 
 # ==== 7. Approval (§8) ================================================================================================
@@ -1513,9 +1547,9 @@ def grant_approval(
     `HostContextError` on malformed values, `ToolContractError` on a spec that cannot work. Whether the approver may
     approve is decided when the approval is used.
     """
-    validate_host_context(principal, call, now=now)
+    bound = _check_host_at(principal, call, now)
     _check_spec(spec)
-    if spec.name != call.name:
+    if spec.name != bound.name:
         raise HostContextError("spec: wanted the ToolSpec of the call")
     if not _is_identifier(approver_id):
         raise HostContextError(f"approver_id: {_IDENTIFIER_WANTED}")
@@ -1523,7 +1557,7 @@ def grant_approval(
         raise HostContextError(f"ttl_seconds: wanted an int from 1 to {APPROVAL_TTL_SECONDS}")
     if not _is_time(now + ttl_seconds):
         raise HostContextError("now: wanted room for the approval's lifetime")
-    return _new_approval(_Asked(principal, call, spec), approver_id, now + ttl_seconds)
+    return _new_approval(_Asked(principal, bound, spec), approver_id, now + ttl_seconds)
 
 
 def _new_approval(asked: _Asked, approver_id: str, expires_at: int) -> Approval:
@@ -1533,9 +1567,13 @@ def _new_approval(asked: _Asked, approver_id: str, expires_at: int) -> Approval:
 
 
 def _fitting_approval(asked: _Asked, approval_id: str, approver_id: str, expires_at: int) -> tuple[Any, ...]:
-    """The fields of the one approval of this id, approver and expiry that fits the call."""
+    """The one approval of this id, approver and expiry that fits the call, as its fields in their order."""
     context, contract = asked.context, asked.contract
-    about = {"approval_id": _quote(approval_id), "approver_id": _quote(approver_id), "expires_at": str(expires_at)}
+    own = {
+        "approval_id": _json_string(approval_id),
+        "approver_id": _json_string(approver_id),
+        "expires_at": str(expires_at),
+    }
     return (
         approval_id,
         context.operation_id,
@@ -1548,7 +1586,7 @@ def _fitting_approval(asked: _Asked, approval_id: str, approver_id: str, expires
         asked.principal.subject_id,
         contract["input_schema_revision"],
         contract["policy_revision"],
-        _sha256(_APPROVAL_DOCUMENT % {**asked.texts, **about}),
+        _sha256(_APPROVAL_TEMPLATE % {**asked.texts, **own}),
         expires_at,
         approver_id,
     )
@@ -1565,7 +1603,7 @@ def _approval_holds(approval: object, asked: _Asked, approvers: frozenset[str], 
         given = _approval_values(approval)
     except AttributeError:  # made without its `__init__`
         return False
-    approval_id, approver_id, expires_at = approval.approval_id, approval.approver_id, approval.expires_at
+    approval_id, *_, expires_at, approver_id = given
     if not _is_identifier(approval_id) or not _is_identifier(approver_id) or not _is_time(expires_at):
         return False
     if approver_id not in approvers or approver_id == asked.principal.subject_id:
@@ -1706,14 +1744,14 @@ def error_package(
 
 
 def _checked_ask(principal: Principal, call: ToolCall, spec: ToolSpec | None) -> _Asked:
-    """`_Asked`, of values that no gate has seen yet: `ResultContractError` when one is malformed."""
+    """Of values that no gate has seen yet: `ResultContractError` when one is malformed."""
     try:
-        _check_host(principal, call)
+        bound = _check_host(principal, call)
         if spec is not None:
             _check_spec(spec)
     except (HostContextError, ToolContractError) as error:
         raise ResultContractError(str(error)) from None
-    return _Asked(principal, call, spec)
+    return _Asked(principal, bound, spec)
 
 
 def _impossible(
@@ -1728,7 +1766,7 @@ def _impossible(
     if spec is None:
         if code not in ("UNKNOWN_TOOL", "CALL_ID_CONFLICT"):
             errors.append("spec: wanted a ToolSpec, for every answer about a registered tool")
-    elif spec.name != asked.bound.name:
+    elif spec.name != asked.name:
         errors.append("spec: wanted the ToolSpec of the call's own tool")
     elif code == "UNKNOWN_TOOL":
         errors.append("error.code: the tool is registered")
@@ -1765,16 +1803,16 @@ _Built: TypeAlias = tuple[ResultPackage, str]
 
 
 def _success(asked: _Asked, spec: ToolSpec, checked: _Checked, delivery: Delivery, status_ref: str | None) -> _Built:
-    """The package takes over the data."""
+    """`checked.data` goes into the package as it is, and its text into that of the result: written once."""
     producer, resource, observed_at = checked.producer_revision, checked.resource_revision, checked.observed_at
-    model_result = _succeeded(checked.data, delivery, spec.source_label, producer, resource, observed_at)
-    text = _SUCCEEDED_DOCUMENT % {
+    model_result = _success_result(checked.data, delivery, spec.source_label, producer, resource, observed_at)
+    text = _SUCCESS_TEMPLATE % {
         "data": checked.canonical,
-        "delivery": _quote(delivery),
-        "source_label": _quote(spec.source_label),
-        "producer_revision": _quote(producer),
-        "resource_revision": _name(resource),
-        "observed_at": _quote(observed_at),
+        "delivery": _json_string(delivery),
+        "source_label": _json_string(spec.source_label),
+        "producer_revision": _json_string(producer),
+        "resource_revision": _json_name(resource),
+        "observed_at": _json_string(observed_at),
     }
     downstream: Downstream = {
         "request_id": checked.request_id,
@@ -1784,7 +1822,7 @@ def _success(asked: _Asked, spec: ToolSpec, checked: _Checked, delivery: Deliver
     return _package(asked, model_result, text, downstream)
 
 
-def _succeeded(
+def _success_result(
     data: Any, delivery: Any, source_label: str, producer_revision: str, resource_revision: str | None, observed_at: str
 ) -> ModelResult:
     return {
@@ -1803,8 +1841,8 @@ def _succeeded(
     }
 
 
-_SUCCEEDED_DOCUMENT: Final = _open(
-    _succeeded(
+_SUCCESS_TEMPLATE: Final = _template(
+    _success_result(
         "%(data)s",
         "%(delivery)s",
         "%(source_label)s",
@@ -1845,7 +1883,7 @@ def _package(asked: _Asked, model_result: ModelResult, text: str, downstream: Do
     """The one place that puts a package together and ties it with its digests; `text` is the canonical result."""
     context = asked.context
     result_sha256 = _sha256(text)
-    tied = {"result_sha256": f'"{result_sha256}"', "downstream": _ENCODE(downstream)}
+    tied = {"result_sha256": _json_string(result_sha256), "downstream": _ENCODE(downstream)}
     package: ResultPackage = {
         "model_result": model_result,
         "protected_audit": {
@@ -1864,7 +1902,7 @@ def _package(asked: _Asked, model_result: ModelResult, text: str, downstream: Do
             "binding": {
                 "request_sha256": asked.request_sha256,
                 "result_sha256": result_sha256,
-                "call_binding_sha256": _sha256(_BINDING_DOCUMENT % {**asked.texts, **tied}),
+                "call_binding_sha256": _sha256(_BINDING_TEMPLATE % {**asked.texts, **tied}),
             },
             "downstream": downstream,
             "redactions": [],
@@ -1877,8 +1915,8 @@ def validate_result(principal: Principal, call: ToolCall, spec: ToolSpec | None,
     """Every way in which `package` is not what this principal, call and contract can give (§13).
 
     Whatever is in the package, the answer is a list of errors, empty for a good one; nothing is raised. The check
-    rebuilds the one package that may stand there, digests and all, and reports every difference: well-formed is not
-    enough, and no field can be forgotten.
+    rebuilds the one package that may stand there, digests and all, from the few parts that a handler or the clock
+    decides, and, when these hold, reports every difference: well-formed is not enough, and no field can be forgotten.
     """
     return _validated(principal, call, spec, package)[1]
 
@@ -1940,7 +1978,7 @@ def _rebuilt(asked: _Asked, seen: ResultPackage, errors: list[str]) -> _Built | 
             spec,
             asked.arguments,
             model_result["data"],
-            spec.producer_revision,
+            spec.producer_revision,  # the one that is seen is compared with the others
             provenance["resource_revision"],
             provenance["observed_at"],
             downstream["request_id"],
@@ -1965,11 +2003,11 @@ def _differences(wanted: Mapping[str, object], seen: Any, path: str, errors: lis
     """Type-exact. The objects have their exact fields by now, and the wanted `data` was copied from what is seen."""
     for name, value in wanted.items():
         other = seen[name]
-        if value is other:
+        if value is other or (name == "data" and type(value) is type(other)):
             continue
-        if type(value) is dict and type(other) is dict and name != "data":
+        if type(value) is dict and type(other) is dict:
             _differences(value, other, f"{path}.{name}", errors)
-        elif type(value) is not type(other) or (name != "data" and value != other):
+        elif type(value) is not type(other) or value != other:
             errors.append(f"{path}.{name}: not what this principal, call and contract give")
 
 
@@ -2288,12 +2326,21 @@ def _dispatch_extras(approvals: object, deadline: object) -> tuple[Approval, ...
     raise HostContextError("approvals: wanted a sequence of Approval")
 
 
+_STATUS_REF_FORM: Final = r"status_[0-9a-f]{32}"
+_SHA256_FORM: Final = r"[0-9a-f]{64}"
+
+
 def _check_references(status_ref: object, expected_request_sha256: object) -> None:
     """What `query_operation_status` alone takes from its host: part of gate 1."""
-    if type(status_ref) is not str or not re.fullmatch(_STATUS_REF, status_ref):
+    if type(status_ref) is not str or not re.fullmatch(_STATUS_REF_FORM, status_ref):
         raise HostContextError("status_ref: wanted 'status_' and 32 lowercase hex characters")
-    if type(expected_request_sha256) is not str or not re.fullmatch(_SHA256, expected_request_sha256):
+    if type(expected_request_sha256) is not str or not re.fullmatch(_SHA256_FORM, expected_request_sha256):
         raise HostContextError("expected_request_sha256: wanted 64 lowercase hex characters")
+
+
+def _copy_of(principal: Principal) -> Principal:
+    """For each callback its own: frozen is not out of reach."""
+    return Principal(principal.tenant_id, principal.subject_id, principal.roles)
 
 
 class _Stop(Exception):
@@ -2309,7 +2356,7 @@ class _Passage:
     def __init__(
         self, dispatcher: Dispatcher, principal: Principal, call: ToolCall, now: int, trace: Trace | None
     ) -> None:
-        self._host = dispatcher
+        self._dispatcher = dispatcher
         self._ledger = dispatcher._ledger
         self._principal = principal
         self._call = call
@@ -2344,10 +2391,8 @@ class _Passage:
         """The host's own part: its mistakes are raised, and nothing has run yet."""
         if self._trace is not None and type(self._trace) is not list:
             raise HostContextError("trace: wanted a list or None")
-        validate_host_context(self._principal, self._call, now=self._now)
-        # A copy: callbacks get the host's own, and frozen is not out of reach.
-        principal = Principal(self._principal.tenant_id, self._principal.subject_id, self._principal.roles)
-        self._asked = _Asked(principal, self._call, self._host.registry.get(_bound(self._call).name))
+        bound = _check_host_at(self._principal, self._call, self._now)
+        self._asked = _Asked(_copy_of(self._principal), bound, self._dispatcher.registry.get(bound.name))
         self._passed("context")
 
     def call_identity(self, purpose: Purpose) -> None:
@@ -2390,7 +2435,7 @@ class _Passage:
 
     def _says_true(self, rule: Callable[[Principal, JsonObject], bool]) -> bool:
         try:
-            return rule(self._principal, self._arguments()) is True
+            return rule(_copy_of(self._asked.principal), self._arguments()) is True
         except Exception:  # a rule that fails has not said yes
             return False
 
@@ -2446,7 +2491,7 @@ class _Passage:
         earlier = self._ledger.find(_scope(self._asked))
         # The count tells this dispatcher's reservations apart, `after` tells them from those that went before.
         after = None if earlier is None else earlier.token
-        token = _sha256(f"{self._fingerprint} {next(self._host._reservations)} {after}")[:32]
+        token = _sha256(f"{self._fingerprint} {next(self._dispatcher._reservations)} {after}")[:32]
         mine = self._operation(spec, token)
         self._answer_from("idempotency", spec, earlier, mine)
         self._passed("idempotency")
@@ -2460,7 +2505,7 @@ class _Passage:
     def approval(self, approvals: Sequence[object]) -> None:
         if not approvals:
             raise self._stopped("approval", "APPROVAL_REQUIRED")
-        allowed = self._host._approvers
+        allowed = self._dispatcher._approvers
         if not any(_approval_holds(approval, self._asked, allowed, self._now) for approval in approvals):
             raise self._stopped("approval", "APPROVAL_INVALID")
         self._passed("approval")
@@ -2488,7 +2533,7 @@ class _Passage:
 
     def handler(self, spec: ToolSpec, reserved: OperationRecord | None) -> object:
         invocation = Invocation(
-            principal=self._principal,
+            principal=_copy_of(self._asked.principal),
             arguments=self._arguments(),
             operation_id=self._asked.context.operation_id,
             idempotency_key=None if reserved is None else self._asked.context.idempotency_key,
@@ -2545,7 +2590,7 @@ class _Passage:
     def receipt(self, spec: ToolSpec, record: OperationRecord) -> _Checked:
         """The downstream's evidence, believed only as far as it fits the record and the output contract."""
         query = ReceiptQuery(
-            principal=self._principal,
+            principal=_copy_of(self._asked.principal),
             arguments=self._arguments(),
             idempotency_key=record.scope[3],
             status_ref=record.status_ref,
@@ -2572,7 +2617,7 @@ class _Passage:
         """Complete a write's reservation, then project. Whoever completes first decides what is shown."""
         if reserved is None:
             return self._answered("record", spec, checked, delivery, None)
-        kept = HandlerResult(_decode(checked.text)[0], *checked[1:6])  # shares nothing with the package
+        kept = HandlerResult(_decode(checked.data_json)[0], *checked[1:6])  # shares nothing with the package
         try:
             recorded = self._ledger.complete(reserved, kept)
             succeeded = recorded.state == "succeeded" and _same_operation(recorded, reserved)
@@ -2699,14 +2744,14 @@ def to_provider_payload(principal: Principal, call: ToolCall, spec: ToolSpec | N
 def _for_model(
     principal: Principal, call: ToolCall, spec: ToolSpec | None, package: object, provider: str
 ) -> tuple[str, Status]:
-    """The only way to a payload: profile and whole package checked, and only `model_result`, as rebuilt, comes out."""
+    """The only way to a payload: profile and whole package checked; out come its result, as text, and its status."""
     rebuilt, errors = _validated(principal, call, spec, package)
     if rebuilt is None:
         raise ResultContractError("; ".join(errors[:10]))
     if call.context.provider != provider:
-        raise ResultContractError(f"call: wanted one of {provider}")
-    package, text = rebuilt
-    return text, package["model_result"]["status"]
+        raise ResultContractError(f"call: wanted a call of {provider}")
+    sound, text = rebuilt
+    return text, sound["model_result"]["status"]
 
 
 # ==== 12. Mock shop (§6) ==============================================================================================
@@ -2948,7 +2993,8 @@ def _check_object(value: object, table: _Table, path: str, errors: list[str], me
             if type(name) is not str or name not in table or not table[name][0](item):
                 break
         else:
-            return value  # as nearly always; what follows says what is wrong
+            return value
+    # The loop gives up at the first fault, and loading takes a fifth less with it; from here on, each fault is said.
     path += member
     exact = _exact_fields(value, table.keys(), path, errors)
     if type(value) is not dict or not (exact or all(type(key) is str for key in value)):
@@ -2961,7 +3007,7 @@ def _check_object(value: object, table: _Table, path: str, errors: list[str], me
 
 def validate_fixture(value: object) -> list[str]:
     """All the ways in which `value` is no fixture of §15, with JSON paths; bounded, and never raises."""
-    return _checked_fixture(value)[1]
+    return _bounded(_checked_fixture(value)[1])
 
 
 def _checked_fixture(value: object) -> tuple[object, list[str]]:
@@ -2969,18 +3015,21 @@ def _checked_fixture(value: object) -> tuple[object, list[str]]:
     try:
         value = _snapshot(value)[0]
     except PortableJsonError as error:
-        return value, _bounded(_format_errors(value, _Walk()) or [str(error)])
-    return value, _bounded(_format_errors(value))
+        return value, _format_errors(value, _Walk()) or [str(error)]
+    return value, _format_errors(value)
 
 
 def _format_errors(value: object, walk: _Walk | None = None) -> list[str]:
-    """What breaks the format. With a walk, also each part that is not portable: one walk, so that sharing counts."""
+    """What breaks the format and, of a value not known to be portable, each part of it that is not.
+
+    There is one walk for all parts, so that what they share is counted for each.
+    """
     errors: list[str] = []
     fixture = _check_object(value, _FIXTURE_FIELDS, "$", errors)
     if "contract" in fixture:
         _check_object(fixture["contract"], _CONTRACT_FIELDS, "$", errors, ".contract")
     cases: Any = fixture.get("cases", [])
-    if not 1 <= len(cases) <= MAX_CASES and "cases" in fixture:
+    if "cases" in fixture and not 1 <= len(cases) <= MAX_CASES:
         errors.append(f"$.cases: wanted 1 to {MAX_CASES} cases")
     ids: set[str] = set()
     for index, case in enumerate(cases[:MAX_CASES]):
@@ -3004,7 +3053,7 @@ def _check_case(value: object, path: str, ids: set[str], walk: _Walk | None, err
     if "principal" in case:
         _check_object(case["principal"], _PRINCIPAL_FIELDS, path, errors, ".principal")
     steps: Any = case.get("steps", [])
-    if not 1 <= len(steps) <= MAX_STEPS_PER_CASE and "steps" in case:
+    if "steps" in case and not 1 <= len(steps) <= MAX_STEPS_PER_CASE:
         errors.append(f"{path}.steps: wanted 1 to {MAX_STEPS_PER_CASE} steps")
     earlier: set[str] = set()
     for index, step in enumerate(steps[:MAX_STEPS_PER_CASE]):
@@ -3041,14 +3090,17 @@ def _check_step(value: object, path: str, earlier: set[str], walk: _Walk | None,
         )
         if source not in earlier:
             errors.append(f"{path}.status_ref_from: wanted the step_id of an earlier step of this case")
-    if step.get("failure") in _AFTER_COMMIT and proposal.get("name", "") not in _WRITES:
+    if step.get("failure") in _AFTER_COMMIT and "name" in proposal and proposal["name"] not in _WRITES:
         errors.append(f"{path}.failure: wanted a write, which alone can commit")
     _check_unique(step, "step_id", earlier, path, errors)
 
 
+_LEVELS_ABOVE_PAYLOAD: Final = 6  # fixture, cases, case, steps, step, and the proposal or what is expected
+
+
 def _check_portable(value: object, path: str, walk: _Walk, errors: list[str]) -> None:
     try:
-        _copied(value, _MAX_PAYLOAD_DEPTH, walk)
+        _copied(value, MAX_JSON_DEPTH - _LEVELS_ABOVE_PAYLOAD, walk)
     except PortableJsonError as error:
         errors.append(f"{path}{error.path}: {error.wanted}")
 
@@ -3214,7 +3266,7 @@ def _step_approvals(
     if kind == "none" or spec is None:
         return ()
     if kind == "expired":
-        return (_new_approval(_Asked(principal, call, spec), _MOCK_APPROVER, now - 1),)
+        return (_new_approval(_Asked(principal, _bound(call), spec), _MOCK_APPROVER, now - 1),)
     valid = grant_approval(principal, call, spec, approver_id=_MOCK_APPROVER, now=now)
     return (valid if kind == "valid" else replace(valid, approval_digest="0" * 64),)
 
