@@ -1172,6 +1172,12 @@ class FixtureTests(FolderCase):
         hostile = outside_values() | {f"{name} subclass": kind() for name, kind in kinds.items()}
         hostile |= {"dict with a raising key": {key("schema_version"): 1}}
         legal = unknown_then_query()
+        for path in paths_in(legal):
+            owner = at(legal, path)
+            if type(owner) is dict:
+                (name, value), *others = owner.items()
+                with self.subTest(path=path, key=name):
+                    self.assert_errors(edited(legal, path, {key(name): value, **dict(others)}))
         for path in paths_in(json_fixture(json_case(json_step("read")))):
             for name, value in hostile.items():
                 with self.subTest(path=path, value=name):
@@ -1227,6 +1233,17 @@ class FixtureTests(FolderCase):
                 td.run_fixture(json_fixture(json_case(*wrong[:count])))
             lines = str(caught.exception).splitlines()
             self.assertEqual((len(lines), "and 1 more" in lines[-1]), (1 + count, count == 16))
+        crowd = json_fixture(json_case(*(json_step(f"read-{number}", now=-1) for number in range(104))))
+        saved = self.saved(json.dumps(crowd, separators=(",", ":")).encode())
+        for told in (lambda: td.run_fixture(crowd), lambda: td.load_fixture(saved)):
+            with self.assertRaisesRegex(td.FixtureError, "and 89 more"):
+                told()
+        # What is too deep or too large for the whole document is told beside the rest, and nothing is told twice.
+        deep = edited(unknown_then_query(), "$.cases[0].steps[2].proposal.arguments", {"a": nested(26)})
+        self.assertEqual(len(self.assert_errors(deep)), 1)
+        self.assertEqual(len(self.assert_errors(edited(deep, "$.cases[0].steps[0].now", -1))), 2)
+        nameless = edited(unknown_then_query(), "$.cases[0].steps[0].proposal.name", " ")
+        self.assertEqual(len(self.assert_errors(nameless)), 1)
         # So is what is too long to show: 40 characters of a name, 300 of an error.
         for key, shown in {
             "x" * 40: f"$.{'x' * 40}: ",
@@ -2191,6 +2208,22 @@ class DigestTests(unittest.TestCase):
         for field in ("handler_revision", "producer_revision"):
             self.assertEqual(approved(spec=altered(WRITE_SPEC, **{field: "changed"})), expected)
 
+        # Whoever passes something else altogether is told so; what is no portable value is named.
+        nothing = types.SimpleNamespace(proposal=None, context=None)
+        downstream: td.Downstream = {"request_id": None, "receipt_id": None, "status_ref": None}
+        digests: list[Callable[..., str]] = [
+            td.request_digest,
+            lambda who, call, spec: td.call_binding_digest(who, call, spec, ZEROS, ZEROS, downstream),
+            lambda *asked: td.call_fingerprint(*asked, purpose="dispatch"),
+            lambda *asked: td.approval_digest(*asked, approval_id="a", approver_id="b", expires_at=NOW),
+        ]
+        for number, digest in enumerate(digests):
+            for wrong in ((None, write_call(), WRITE_SPEC), (USER, nothing, WRITE_SPEC), (USER, write_call(), "spec")):
+                with self.subTest(digest=number), self.assertRaises(td.HostContextError):
+                    digest(*wrong)
+            with self.subTest(digest=number), self.assertRaisesRegex(td.PortableJsonError, r"\$\.tenant_id: "):
+                digest(altered(USER, tenant_id="\ud800"), write_call(), WRITE_SPEC)
+
 
 # --------------------------------------------------------------------------------------------------
 # Dispatcher: gates, proposals, tool contracts, call identity, approval, idempotency, ledger, status query
@@ -2759,6 +2792,18 @@ class ProposalTests(DispatcherCase):
                     self.assertEqual(td.validate_result(USER, write_call(), host.spec(write_call()), answer), [])
                     self.assertEqual(verdict(answer), ("OK", "committed", "fresh"))
                     self.assertEqual(data_of(answer)["reason"], "damaged")
+        theirs = context(call_id="call-1", idempotency_key="key-1")
+        call = td.ToolCall(write_call().proposal, theirs)
+
+        def forge(principal: td.Principal, arguments: Any) -> bool:
+            object.__setattr__(theirs, "call_id", "FORGED")
+            return True
+
+        host = rewired(authorize=forge)
+        answer = host.dispatch(call, approvals=[host.approve(write_call(call_id="call-1"))])
+        self.assertEqual((verdict(answer)[0], theirs.call_id), ("OK", "FORGED"))
+        asked = write_call(call_id="call-1")
+        self.assertEqual(td.validate_result(USER, asked, host.spec(asked), answer), [])
         moved = context(call_id="call-2")
         for call, gate, code in (
             (bind("get_order", {"order_ref": 2**60}), "input", "INVALID_ARGUMENTS"),
@@ -2964,6 +3009,20 @@ class ToolContractTests(DispatcherCase):
                 self.assertEqual({name: getattr(spec, name) for name in contract}, contract)
                 self.assertEqual(spec.output["order_ref"], altered(order_ref, equals_argument="order_ref"))
         self.assertEqual(published, {})
+        # What the dispatcher keeps with a contract is not part of it.
+        kept, fresh = rewired(), td.MockShop().tools()[0]
+        self.dispatches(kept, read_call(), "record", "OK fresh")
+        used = kept.spec(read_call())
+        unlike = {"authorize": fresh.authorize, "handler": fresh.handler}
+        public = [name for name in field_names(td.ToolSpec) if not name.startswith("_")]
+        self.assertEqual(altered(used, **unlike), fresh)
+        self.assertEqual(used, altered(used))
+        self.assertEqual(
+            re.findall(r"(\w+)=", repr(altered(used, arguments={}, output={}, authorize=0, handler=0))), public
+        )
+        for hidden in set(field_names(td.ToolSpec)) - set(public):
+            with self.subTest(hidden=hidden), self.assertRaises((TypeError, ValueError)):
+                altered(used, **{hidden: None})
         fields = {"n": td.FieldRule(int)}
         arguments = {"value": td.FieldRule(dict, fields=fields)}
         output = {"done": td.FieldRule(bool)}
@@ -4179,6 +4238,12 @@ class HandlerOutputTests(unittest.TestCase):
                 self.assert_refused(output_errors({"free": inner}, max_output_depth=depth - 1))
                 inner = {"in": inner} if depth % 2 else {"in": 1, "again": inner}
         self.assert_refused(output_errors({"free": inner}, max_output_depth=30))  # 31: no document could carry it
+        # As many values and characters as a document can carry, so that every digest of it can be recomputed.
+        row: list[Any] = [0] * 1_023  # 1,024 values with the array itself
+        for length, sound in ((1_021, True), (1_022, False)):  # 65,536 - 64 in all, or one more
+            rows = {"free": {"a": [row] * 62, "b": [row] * 1 + [[0] * (length - 64 - 2)]}}
+            with self.subTest(last_row=length):
+                self.assertEqual(not output_errors(rows, max_output_bytes=200_000), sound)
         free_list = {"free": td.FieldRule(list)}
         self.assertEqual(output_errors({"free": [[], [[]]]}, free_list, max_output_depth=4), [])
         self.assert_refused(output_errors({"free": [[], [[]]]}, free_list, max_output_depth=3))
@@ -4744,6 +4809,13 @@ class ResultContractTests(unittest.TestCase):
                 mistaken = sample._replace(spec=spec)
                 self.refused(mistaken, sample.package)
                 self.refused(mistaken, forged(mistaken, {}))
+        # What was said about another tool's contract stays with nobody.
+        fresh = dict(zip(("get_order", "create_refund_draft"), td.MockShop().tools(), strict=True))
+        for call in (write.call, read.call):
+            for spec in fresh.values():
+                td.validate_result(USER, call, spec, write.package)
+        self.assertEqual(td.validate_result(USER, write.call, fresh["create_refund_draft"], write.package), [])
+        self.assertEqual(td.validate_result(USER, read.call, fresh["get_order"], read.package), [])
         for name in ("operation_id", "principal_ref", "visibility", "provider_context.call_id", "tool_contract.name"):
             with self.subTest(audit=name):
                 self.refused(write, forged(write, {f"protected_audit.{name}": "other-1"}))
