@@ -335,7 +335,7 @@ def _copied(value: object, room: int, walk: _Walk) -> JsonValue:
     if type(value) is dict:
         _check_container(value, room)
         members: JsonObject = {}
-        for key, item in list(value.items()):
+        for key, item in list(value.items()):  # somebody else may change it meanwhile
             if type(key) is not str:
                 raise PortableJsonError("wanted strings as keys")
             try:
@@ -716,9 +716,8 @@ def _is_time(value: object) -> bool:
     return type(value) is int and 0 <= value <= MAX_PORTABLE_UNIX_SECONDS
 
 
-def _are_roles(value: Sequence[object]) -> bool:
-    """Sorted and unique, so that one set of roles has one spelling."""
-    roles: Any = value
+def _are_roles(roles: Any) -> bool:
+    """Of a list or tuple: sorted and unique, so that one set of roles has one spelling."""
     return len(roles) <= MAX_ROLES and all(map(_is_identifier, roles)) and all(map(lt, roles, roles[1:]))
 
 
@@ -1225,7 +1224,7 @@ def validate_handler_result(spec: ToolSpec, call: ToolCall, result: object) -> l
     return _checked_output(spec, arguments, result)[1]
 
 
-_MAX_ERRORS: Final = 100  # of one list; what is beyond is counted
+_MAX_ERRORS: Final = 100  # of one list; what else was found is counted
 
 
 def _bounded(errors: list[str]) -> list[str]:
@@ -1272,6 +1271,7 @@ def _checked_values(
     request_id: object,
     receipt_id: object,
 ) -> tuple[_Checked | None, list[str]]:
+    """`_checked_output`, of the fields of a result."""
     errors: list[str] = []
     if not _same(producer_revision, spec.producer_revision):
         errors.append("producer_revision: wanted the registered producer's")
@@ -1341,15 +1341,16 @@ def _template_of(*names: str) -> str:
 
 # What each digest covers: exactly the keys of §12.
 
-_CONTRACT_NAMES: Final = ("input_schema_revision", "output_schema_revision", "effect_revision")
+# Of the six revisions, those that change what a request asks for.
+_REQUEST_REVISIONS: Final = ("input_schema_revision", "output_schema_revision", "effect_revision")
 
 _PRINCIPAL_TEMPLATE: Final = _template_of("tenant_id", "subject_id")
-_REQUEST_TEMPLATE: Final = _template_of("tenant_id", "subject_id", "tool", "arguments", *_CONTRACT_NAMES)
+_REQUEST_TEMPLATE: Final = _template_of("tenant_id", "subject_id", "tool", "arguments", *_REQUEST_REVISIONS)
 _FINGERPRINT_TEMPLATE: Final = _template_of(*_CONTEXT_NAMES, "purpose", "request_sha256")
 _APPROVAL_TEMPLATE: Final = _template_of(
     *_CONTEXT_NAMES,
     "request_sha256",
-    *_CONTRACT_NAMES,
+    *_REQUEST_REVISIONS,
     "policy_revision",
     "approval_id",
     "approver_id",
@@ -2408,12 +2409,12 @@ class _Passage:
         )
         self._fingerprint = fingerprint = _fingerprint(self._asked, purpose)
         try:
-            bound = self._ledger.bind_call(identity, fingerprint, now=self._now)
+            same = self._ledger.bind_call(identity, fingerprint, now=self._now)
         except LedgerCapacityError as full:
             # A full ledger must still answer about the operations it has (§9). The identity stays unbound: nothing runs
             # for it, which `capacity` sees to, and once there is room again it can still be bound to anything.
-            self._full, bound = full, True
-        if bound is not True:
+            self._full, same = full, True
+        if same is not True:
             raise self._stopped("call_identity", "CALL_ID_CONFLICT")
         self._passed("call_identity")
 
