@@ -1242,6 +1242,9 @@ class FixtureTests(FolderCase):
         deep = edited(unknown_then_query(), "$.cases[0].steps[2].proposal.arguments", {"a": nested(26)})
         self.assertEqual(len(self.assert_errors(deep)), 1)
         self.assertEqual(len(self.assert_errors(edited(deep, "$.cases[0].steps[0].now", -1))), 2)
+        fits = edited(unknown_then_query(), "$.cases[0].steps[2].proposal.arguments", {"a": nested(25)})
+        self.assert_legal(fits)
+        self.assertEqual(len(self.assert_errors(edited(fits, "$.cases[0].steps[2].expected.data", {"a": 2**60}))), 1)
         nameless = edited(unknown_then_query(), "$.cases[0].steps[0].proposal.name", " ")
         self.assertEqual(len(self.assert_errors(nameless)), 1)
         # So is what is too long to show: 40 characters of a name, 300 of an error.

@@ -2006,7 +2006,7 @@ def _differences(wanted: Mapping[str, object], seen: Any, path: str, errors: lis
         other = seen[name]
         if value is other or (name == "data" and type(value) is type(other)):
             continue
-        if type(value) is dict and type(other) is dict:
+        if type(value) is dict:
             _differences(value, other, f"{path}.{name}", errors)
         elif type(value) is not type(other) or value != other:
             errors.append(f"{path}.{name}: not what this principal, call and contract give")
