@@ -4247,6 +4247,11 @@ class HandlerOutputTests(unittest.TestCase):
             rows = {"free": {"a": [row] * 62, "b": [row] * 1 + [[0] * (length - 64 - 2)]}}
             with self.subTest(last_row=length):
                 self.assertEqual(not output_errors(rows, max_output_bytes=200_000), sound)
+        for length, sound in ((49_146, True), (49_147, False)):  # 16,777,216 - 16,384 in all, or one more
+            filled = ["x" * 65_536] * 255
+            long = {"free": {"a": filled, "b": "x" * length}}
+            with self.subTest(last_text=length):
+                self.assertEqual(not output_errors(long, max_output_bytes=20_000_000), sound)
         free_list = {"free": td.FieldRule(list)}
         self.assertEqual(output_errors({"free": [[], [[]]]}, free_list, max_output_depth=4), [])
         self.assert_refused(output_errors({"free": [[], [[]]]}, free_list, max_output_depth=3))
