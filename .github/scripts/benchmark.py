@@ -13,8 +13,9 @@ before anything is timed, each document must have the digest that the package, o
     validate_result     request, principal reference, model result, call binding; of a write, the status reference too
     to_openai_responses those of its validation, and the model result once more, for the text that goes out
 
-A principal reference counts although the module remembers it. Binding a proposal and granting an approval stand
-outside the clock, as do the dispatcher and the ledger, which each batch gets new.
+A principal reference counts although the module remembers it. Binding a proposal, which already writes the text of
+each of its values, and granting an approval stand outside the clock, as do the dispatcher and the ledger, which each
+batch gets new.
 
 Every round times one batch of each contestant, floor and operation next to each other, forwards and backwards by
 turns. Shown are the median of each and the median of the rounds' ratios: a busy machine slows both sides of a round,
