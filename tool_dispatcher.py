@@ -2675,7 +2675,7 @@ def _log_raised(tool: str) -> None:
     A log that fails itself must not change the answer, which is settled by now.
     """
     logging: Any = sys.modules.get("logging")
-    if logging is None:  # then nobody listens; to import it for that takes a tenth of a run of the command line
+    if logging is None:  # then nobody listens; to import it for that takes a twentieth of a run of the command line
         return
     with suppress(Exception):
         logger = logging.getLogger("tool_dispatcher")
@@ -2995,7 +2995,7 @@ def _check_object(value: object, table: _Table, path: str, errors: list[str], me
                 break
         else:
             return value
-    # The loop gives up at the first fault, and loading takes a fifth less with it; from here on, each fault is said.
+    # The loop gives up at the first fault, and loading takes two fifths less with it; from here on, each fault is said.
     path += member
     exact = _exact_fields(value, table.keys(), path, errors)
     if type(value) is not dict or not (exact or all(type(key) is str for key in value)):
