@@ -2744,7 +2744,22 @@ class ProposalTests(DispatcherCase):
         call = td.bind_tool_call(td.ModelProposal("own_tool", {"value": "text"}), theirs)
         object.__setattr__(theirs, "call_id", "call-9")
         self.assertEqual(call.context, context(idempotency_key="key-1"))
-
+        for profile in PROFILES:
+            about = {**profile, "idempotency_key": "key-1"}
+            untouched, tampered = write_call(**about), write_call(**about)
+            for name in field_names(td.ExecutionContext):
+                object.__setattr__(tampered.context, name, "moved")
+            with self.subTest(profile=profile["provider"]):
+                packages, payloads = [], []
+                for each in (untouched, tampered):
+                    host = Host()
+                    contract = host.dispatcher.registry[each.name]
+                    packages.append(host.dispatch(each, approvals=[host.approve(each)]))
+                    payloads.append(td.to_provider_payload(USER, each, contract, packages[0]))
+                    self.assertEqual(td.validate_result(USER, each, contract, packages[0]), [])
+                    self.assertEqual(td.validate_result_set(USER, [each], host.dispatcher.registry, packages[:1]), [])
+                self.assertEqual(*packages)
+                self.assertEqual(*payloads)
         asked: list[str] = []
 
         def moved(principal: td.Principal, arguments: Any) -> bool:

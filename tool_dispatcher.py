@@ -283,15 +283,15 @@ class _RepeatedKey:
 
 
 class _Walk:
-    """What one walk over a value may still take, and what it has seen."""
+    """What one walk over a value may take, and what it has seen."""
 
-    __slots__ = ("chars", "plain", "values")
+    __slots__ = ("chars", "max_chars", "max_values", "plain", "values")
 
     def __init__(self, depth: int = MAX_JSON_DEPTH) -> None:
-        self.values, self.chars = MAX_JSON_NODES, _MAX_TEXT_CHARS
-        if depth < MAX_JSON_DEPTH:
-            self.values -= _VALUES_BESIDE_PAYLOAD
-            self.chars -= _CHARS_BESIDE_PAYLOAD
+        payload = depth < MAX_JSON_DEPTH
+        self.max_values = MAX_JSON_NODES - (_VALUES_BESIDE_PAYLOAD if payload else 0)
+        self.max_chars = _MAX_TEXT_CHARS - (_CHARS_BESIDE_PAYLOAD if payload else 0)
+        self.values = self.chars = 0
         self.plain = True  # no float and no key beyond ASCII: the standard encoder's bytes are RFC 8785's
 
 
@@ -309,9 +309,9 @@ def _snapshot(value: object, depth: int = MAX_JSON_DEPTH) -> tuple[JsonValue, bo
 
 def _copied(value: object, room: int, walk: _Walk) -> JsonValue:
     """The recursive step of `_snapshot`: `room` more levels may come."""
-    walk.values -= 1
-    if walk.values < 0:
-        raise PortableJsonError(f"wanted at most {MAX_JSON_NODES} values in one document")
+    walk.values += 1
+    if walk.values > walk.max_values:
+        raise PortableJsonError(f"wanted at most {walk.max_values} values")
     if type(value) is str:
         _check_text(value, walk)
         return value
@@ -359,9 +359,9 @@ def _check_container(value: Sized, room: int) -> None:
 def _check_text(text: str, walk: _Walk) -> None:
     if len(text) > MAX_STRING_CHARS:
         raise PortableJsonError(f"wanted at most {MAX_STRING_CHARS} characters in one string")
-    walk.chars -= len(text)
-    if walk.chars < 0:
-        raise PortableJsonError(f"wanted at most {_MAX_TEXT_CHARS} characters in one document")
+    walk.chars += len(text)
+    if walk.chars > walk.max_chars:
+        raise PortableJsonError(f"wanted at most {walk.max_chars} characters in all strings together")
     if not text.isascii():
         try:
             text.encode()
@@ -691,7 +691,8 @@ def bind_tool_call(proposal: ModelProposal, context: ExecutionContext) -> ToolCa
     texts["arguments"] = _canonical(arguments, plain)
     call = ToolCall(ModelProposal(name if _is_identifier(name) else _UNREGISTERED_NAME, arguments), context)
     arguments_json = None if arguments is None else _ENCODE(arguments)
-    object.__setattr__(call, "_bound", _Bound(call.proposal.name, context, arguments_json, texts, wrong))
+    # With a context of its own: that of the call is in everybody's reach, and frozen is no lock.
+    object.__setattr__(call, "_bound", _Bound(call.proposal.name, replace(context), arguments_json, texts, wrong))
     return call
 
 
@@ -1420,7 +1421,8 @@ def request_digest(principal: Principal, call: ToolCall, spec: ToolSpec | None) 
     """Who wants what from which contract; without the idempotency key on purpose: it says "same business intent".
 
     Arguments outside the portable domain, or that are no object, count as `null`. For this digest and the next three,
-    a value that is not portable is a `PortableJsonError`, an argument of another type a `HostContextError`.
+    anything else in principal, context or contract that is not portable is a `PortableJsonError`, an argument of
+    another type a `HostContextError`.
     """
     return _sha256(_REQUEST_TEMPLATE % _portable_texts(principal, call, spec))
 
@@ -2031,11 +2033,10 @@ def validate_result_set(
     open_calls: dict[_CallKey, tuple[int, ToolCall]] = {}
     for index, call in enumerate(calls):
         try:
-            _check_host(principal, call)
+            context = _check_host(principal, call).context
         except HostContextError as error:
             errors.append(f"calls[{index}]: {error}")
             continue
-        context = call.context
         key = (context.provider, context.api_family, context.response_id, context.call_id)
         if key in open_calls:
             errors.append(f"calls[{index}]: the same provider call as calls[{open_calls[key][0]}]")
@@ -2690,7 +2691,7 @@ def _log_raised(tool: str) -> None:
 def to_openai_responses(principal: Principal, call: ToolCall, spec: ToolSpec | None, package: object) -> dict[str, Any]:
     """A `function_call_output` item; `ResultContractError` unless the whole package holds for this call."""
     text, _ = _for_model(principal, call, spec, package, "openai")
-    return {"type": "function_call_output", "call_id": call.context.call_id, "output": text}
+    return {"type": "function_call_output", "call_id": _bound(call).context.call_id, "output": text}
 
 
 def to_anthropic_messages(
@@ -2700,7 +2701,7 @@ def to_anthropic_messages(
     text, status = _for_model(principal, call, spec, package, "anthropic")
     return {
         "type": "tool_result",
-        "tool_use_id": call.context.call_id,
+        "tool_use_id": _bound(call).context.call_id,
         "content": [{"type": "text", "text": text}],
         "is_error": status != "succeeded",
     }
@@ -2711,13 +2712,14 @@ def to_gemini_interactions(
 ) -> dict[str, Any]:
     """A follow-up interaction; `ResultContractError` unless the whole package holds for this call."""
     text, _ = _for_model(principal, call, spec, package, "google")
+    bound = _bound(call)
     return {
-        "previous_interaction_id": call.context.response_id,
+        "previous_interaction_id": bound.context.response_id,
         "input": [
             {
                 "type": "function_result",
-                "name": call.name,
-                "call_id": call.context.call_id,
+                "name": bound.name,
+                "call_id": bound.context.call_id,
                 "result": [{"type": "text", "text": text}],
             }
         ],
@@ -2736,10 +2738,10 @@ _ADAPTERS: Final = MappingProxyType(
 def to_provider_payload(principal: Principal, call: ToolCall, spec: ToolSpec | None, package: object) -> dict[str, Any]:
     """The payload that fits `call.context.provider`; `ResultContractError` as in the adapter it chooses."""
     try:
-        _check_host(principal, call)
+        provider = _check_host(principal, call).context.provider
     except HostContextError as error:
         raise ResultContractError(str(error)) from None
-    return _ADAPTERS[call.context.provider](principal, call, spec, package)
+    return _ADAPTERS[provider](principal, call, spec, package)
 
 
 def _for_model(
@@ -2749,7 +2751,7 @@ def _for_model(
     rebuilt, errors = _validated(principal, call, spec, package)
     if rebuilt is None:
         raise ResultContractError("; ".join(errors[:10]))
-    if call.context.provider != provider:
+    if _bound(call).context.provider != provider:
         raise ResultContractError(f"call: wanted a call of {provider}")
     sound, text = rebuilt
     return text, sound["model_result"]["status"]
