@@ -560,6 +560,8 @@ def _sha256(text: str) -> str:
 
 def _same(one: object, other: object) -> bool:
     """Type-exact equality of portable values: `1`, `True` and `1.0` are three different values."""
+    if one is other:
+        return True
     if type(one) is not type(other):
         return False
     if type(one) is dict and type(other) is dict:
@@ -719,6 +721,8 @@ def _is_time(value: object) -> bool:
 
 def _are_roles(roles: Any) -> bool:
     """Of a list or tuple: sorted and unique, so that one set of roles has one spelling."""
+    if not roles:
+        return True
     return len(roles) <= MAX_ROLES and all(map(_is_identifier, roles)) and all(map(lt, roles, roles[1:]))
 
 
@@ -1938,33 +1942,36 @@ def _validated(
     wanted = _rebuilt(asked, package, errors)
     if wanted is not None:
         _differences(wanted[0], package, "$", errors)
-    return (None if errors else wanted), _bounded(errors)
+    return (None, _bounded(errors)) if errors else (wanted, [])
+
+
+# fmt: off
+_PARTS: Final[Any] = (
+    ResultPackage, ModelResult, ErrorBody, Execution, Provenance,
+    ProtectedAudit, ProviderContext, ToolContract, Binding, Downstream,
+)
+# fmt: on
+# The field names of each: one list of names serves types and checks.
+_FIELDS: Final[Mapping[Any, Set[str]]] = {part: part.__annotations__.keys() for part in _PARTS}
 
 
 def _has_package_shape(package: Any, errors: list[str]) -> bool:
     """Exact fields, from the outside in: an object that is wrong is not looked into."""
-    if not _exact_fields(package, _fields(ResultPackage), "$", errors):
+    if not _exact_fields(package, _FIELDS[ResultPackage], "$", errors):
         return False
     result, audit = package["model_result"], package["protected_audit"]
     return (
-        _exact_fields(result, _fields(ModelResult), "$.model_result", errors)
-        and _exact_fields(result["execution"], _fields(Execution), "$.model_result.execution", errors)
-        and _exact_fields(result["provenance"], _fields(Provenance), "$.model_result.provenance", errors)
-        and _exact_fields(audit, _fields(ProtectedAudit), "$.protected_audit", errors)
+        _exact_fields(result, _FIELDS[ModelResult], "$.model_result", errors)
+        and _exact_fields(result["execution"], _FIELDS[Execution], "$.model_result.execution", errors)
+        and _exact_fields(result["provenance"], _FIELDS[Provenance], "$.model_result.provenance", errors)
+        and _exact_fields(audit, _FIELDS[ProtectedAudit], "$.protected_audit", errors)
         and _exact_fields(
-            audit["provider_context"], _fields(ProviderContext), "$.protected_audit.provider_context", errors
+            audit["provider_context"], _FIELDS[ProviderContext], "$.protected_audit.provider_context", errors
         )
-        and _exact_fields(audit["tool_contract"], _fields(ToolContract), "$.protected_audit.tool_contract", errors)
-        and _exact_fields(audit["binding"], _fields(Binding), "$.protected_audit.binding", errors)
-        and _exact_fields(audit["downstream"], _fields(Downstream), "$.protected_audit.downstream", errors)
+        and _exact_fields(audit["tool_contract"], _FIELDS[ToolContract], "$.protected_audit.tool_contract", errors)
+        and _exact_fields(audit["binding"], _FIELDS[Binding], "$.protected_audit.binding", errors)
+        and _exact_fields(audit["downstream"], _FIELDS[Downstream], "$.protected_audit.downstream", errors)
     )
-
-
-@lru_cache
-def _fields(shape: Any) -> Set[str]:
-    """The field names of a TypedDict: one list of names serves types and checks."""
-    names: Set[str] = shape.__annotations__.keys()
-    return names
 
 
 def _rebuilt(asked: _Asked, seen: ResultPackage, errors: list[str]) -> _Built | None:
@@ -1990,7 +1997,7 @@ def _rebuilt(asked: _Asked, seen: ResultPackage, errors: list[str]) -> _Built | 
         errors += [f"$.model_result: {error}" for error in output_errors]
         errors += _impossible(asked, None, delivery, status_ref, downstream["receipt_id"])
         return None if checked is None or errors else _success(asked, spec, checked, delivery, status_ref)
-    if not _exact_fields(body, _fields(ErrorBody), "$.model_result.error", errors):
+    if not _exact_fields(body, _FIELDS[ErrorBody], "$.model_result.error", errors):
         return None
     code: object = cast("ErrorBody", body)["code"]
     if type(code) is not str or code not in ERROR_CATALOG:
