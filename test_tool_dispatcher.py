@@ -4418,6 +4418,28 @@ class HandlerOutputTests(unittest.TestCase):
         read["free"]["list"].append(2)
         self.assertEqual(package["model_result"]["data"], {"free": {"list": [1]}})
 
+        # Quickly written or slowly: what is shown, digested, recorded and replayed is the same, to the type.
+        free: list[dict[str, Any]] = [
+            {"b": "%(data)s %s", "a": [1, None, True]},
+            {"x": [2.0, -0.0, 1e-7, 1e21], "text": "ü"},
+            {"\uffff": 1, "\U0001f600": 2, 'q"\\': "\x01"},
+        ]
+        for inner in free:
+            ledger, call = td.MemoryLedger(), probe_call(idempotency_key="key-1")
+            data = {"free": inner}
+            spec = probe(FREE, lambda invocation, data=data: own_result(data=data), effect="write")
+            host = Host([spec], ledger=ledger)
+            package = host.dispatch(call)
+            text = slow_canonical(package["model_result"])
+            with self.subTest(data=ascii(inner)):
+                self.assertEqual(td.to_openai_responses(USER, call, spec, package)["output"], text)
+                sha256 = hashlib.sha256(text.encode()).hexdigest()
+                self.assertEqual(package["protected_audit"]["binding"]["result_sha256"], sha256)
+                replay = host.dispatch(probe_call(call_id="call-2", idempotency_key="key-1"))
+                record: Any = ledger.find(("tenant-a", "user-1", "own_tool", "key-1"))
+                for seen in (package["model_result"]["data"], record.result.data, replay["model_result"]["data"]):
+                    self.assertEqual(json.dumps(seen, sort_keys=True), json.dumps(data, sort_keys=True))
+
     def test_a_violation_shows_nothing_and_leaves_a_write_pending_but_not_a_read(self) -> None:
         runs: list[str | None] = []
         leak, clean = own_result(data={"free": {"authorization": f"Bearer {TOKEN}"}}), own_result(data={"free": {}})
