@@ -4427,7 +4427,8 @@ class HandlerOutputTests(unittest.TestCase):
         for inner in free:
             ledger, call = td.MemoryLedger(), probe_call(idempotency_key="key-1")
             data = {"free": inner}
-            spec = probe(FREE, lambda invocation, data=data: own_result(data=data), effect="write")
+            answer = own_result(data=data, resource_revision=None)
+            spec = probe(FREE, lambda invocation, answer=answer: answer, effect="write")
             host = Host([spec], ledger=ledger)
             package = host.dispatch(call)
             text = slow_canonical(package["model_result"])
